@@ -1,0 +1,1 @@
+"""Load generator, workloads and reports, against any OpenAI-compatible server."""

@@ -1,0 +1,1 @@
+"""What touches K and V: one backend interface and its implementations."""

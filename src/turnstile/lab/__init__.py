@@ -1,0 +1,1 @@
+"""The path of the book: static batching, contiguous cache, and what breaks without each mechanism."""

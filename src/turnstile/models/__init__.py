@@ -1,0 +1,1 @@
+"""Architectures, weight loading and quantisation."""

@@ -1,0 +1,1 @@
+"""The HTTP face: OpenAI routes, limits, streaming and metrics. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The scheduler that serves, on virtual time."""
