@@ -1,1 +1,1 @@
-"""The path of the book: static batching, contiguous cache, and what breaks without each mechanism."""
+"""The path of the book: static batching, a contiguous cache, and what breaks without what."""
