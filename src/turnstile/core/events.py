@@ -1,0 +1,100 @@
+"""Every change the core makes, as small typed values.
+
+Metrics, traces, ``/v1/requests``, the dashboard and the simulator's output are views of this one
+stream. Times are seconds on the clock that was passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class WaitReason(StrEnum):
+    """Why a sequence is not running."""
+
+    QUEUED = "queued"
+    SLOTS = "slots"
+    PAGES = "pages"
+    TENANT_TURN = "tenant_turn"
+    BEHIND_HEAD = "behind_head"
+    PREFIX = "prefix"
+    PREEMPTED = "preempted"
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something happened to one sequence at ``time``."""
+
+    time: float
+    request_id: str
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Queued(Event):
+    """Entered the fair queue; ``tokens`` are what is to be computed before its first output."""
+
+    tenant: str
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting(Event):
+    """The scheduler looked at it and could not start it."""
+
+    reason: WaitReason
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted(Event):
+    """Got a slot. ``cached`` tokens came from the prefix cache, ``pages`` it holds already."""
+
+    tenant: str
+    cached: int
+    pages: int
+    waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class Forked(Event):
+    """A sibling of sample ``parent`` came to be; ``shared`` pages are held by both."""
+
+    parent: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class Preempted(Event):
+    """Lost its slot and pages to another; ``lost`` computed tokens are to be done again."""
+
+    lost: int
+    times: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished(Event):
+    """Left for good."""
+
+    tenant: str
+    reason: str
+    prompt_tokens: int
+    output_tokens: int
+    cached: int
+    preemptions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stepped:
+    """A step was committed: how many tokens, sequences and draws, and how long it took."""
+
+    time: float
+    step: int
+    tokens: int
+    prefill_tokens: int
+    sequences: int
+    draws: int
+    seconds: float
+
+
+AnyEvent = Queued | Waiting | Admitted | Forked | Preempted | Finished | Stepped

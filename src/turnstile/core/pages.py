@@ -1,0 +1,271 @@
+"""The page pool and the page tables: who holds which page of the KV cache.
+
+Every page is in exactly one state::
+
+              allocate                    release, not published
+      free ─────────────▶ held ─────────────────────────────────▶ free
+                           ▲ │ release, published
+           hold (a hit)    │ ▼
+                          cached ── allocate, when nothing is free: least recently used ──▶ held
+
+All operations are O(1). Cached pages are a doubly linked list threaded through two integer
+arrays, so that a hit leaves the middle of the list as cheaply as an eviction leaves its end
+(PagedAttention, SOSP 2023, section 4; the states are ours).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+_NONE = -1
+
+
+class OutOfPagesError(RuntimeError):
+    """No page is free and none is cached. The scheduler asks first, so this is a bug there."""
+
+
+class AuditError(AssertionError):
+    """The pool's books do not balance."""
+
+
+class PageTable:
+    """The pages of one sequence, in order of position; append-only but for :meth:`clear`.
+
+    ``private`` counts the pages that this table took and nobody has shared since: what its owner
+    would give back by leaving.
+    """
+
+    __slots__ = ("pages", "private")
+
+    def __init__(self) -> None:
+        self.pages: list[int] = []
+        self.private = 0
+
+    def __len__(self) -> int:
+        return len(self.pages)
+
+
+class PagePool:
+    """``num_pages`` pages of ``page_size`` tokens, with reference counts.
+
+    A page counts as *shared* from its second holder until its last one leaves; ``num_shared`` is
+    their number. Together with each table's ``private`` this says who would free what, without
+    ever walking a table (admission needs it, see :mod:`turnstile.core.admission`).
+
+    Parameters
+    ----------
+    num_pages, page_size
+        The pool; it never grows.
+    on_evict
+        Called with a cached page that is about to be given to somebody else.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, on_evict: Callable[[int], None] | None = None
+    ) -> None:
+        if num_pages < 1 or page_size < 1:
+            raise ValueError(
+                f"A pool needs at least one page of one token, not {num_pages} of {page_size}."
+            )
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.on_evict = on_evict
+        self.num_shared = 0
+        self.num_cached = 0
+        self.evictions = 0
+        self._refcount = [0] * num_pages
+        self._published = bytearray(num_pages)
+        self._shared = bytearray(num_pages)
+        self._owner: list[PageTable | None] = [None] * num_pages
+        # Popped from the end: the lowest page first, which keeps a small load in few bytes.
+        self._free = list(range(num_pages - 1, -1, -1))
+        # The LRU list: a ring through the sentinel `num_pages`; its successor goes first.
+        self._next = [_NONE] * num_pages + [num_pages]
+        self._previous = [_NONE] * num_pages + [num_pages]
+
+    # -- queries --------------------------------------------------------------------------------
+
+    @property
+    def num_free(self) -> int:
+        """Pages without content that anybody could want."""
+        return len(self._free)
+
+    @property
+    def num_held(self) -> int:
+        """Pages in at least one table."""
+        return self.num_pages - len(self._free) - self.num_cached
+
+    @property
+    def num_available(self) -> int:
+        """Pages :meth:`append` could hand out now: free and cached."""
+        return len(self._free) + self.num_cached
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that ``tokens`` tokens occupy."""
+        return -(-tokens // self.page_size)
+
+    def refcount(self, page: int) -> int:
+        """How many tables hold ``page``."""
+        return self._refcount[page]
+
+    def is_published(self, page: int) -> bool:
+        """Whether the content may be found by others."""
+        return bool(self._published[page])
+
+    def is_cached(self, page: int) -> bool:
+        """Held by nobody, content still valid."""
+        return self._next[page] != _NONE
+
+    def owner(self, page: int) -> PageTable | None:
+        """The only holder of ``page``; None once it is shared, or held by nobody."""
+        return self._owner[page]
+
+    # -- commands -------------------------------------------------------------------------------
+
+    def append(self, table: PageTable) -> int:
+        """Give ``table`` one more page: a free one, else the least recently used cached one."""
+        if self._free:
+            page = self._free.pop()
+        elif self.num_cached:
+            page = self._next[self.num_pages]
+            self._unlink(page)
+            self._published[page] = 0
+            self.evictions += 1
+            if self.on_evict is not None:
+                self.on_evict(page)
+        else:
+            raise OutOfPagesError(f"All {self.num_pages} pages are held.")
+        self._refcount[page] = 1
+        self._owner[page] = table
+        table.pages.append(page)
+        table.private += 1
+        return page
+
+    def hold(self, table: PageTable, pages: Iterable[int]) -> None:
+        """Append pages with valid content (cache hits, a fork's prefix) to ``table``."""
+        for page in pages:
+            count = self._refcount[page]
+            if count == 0:
+                self._unlink(page)
+                self._owner[page] = table
+                table.private += 1
+            elif not self._shared[page]:
+                self._shared[page] = 1
+                self.num_shared += 1
+                owner = self._owner[page]
+                if owner is not None:
+                    owner.private -= 1
+                    self._owner[page] = None
+            self._refcount[page] = count + 1
+            table.pages.append(page)
+
+    def publish(self, page: int) -> None:
+        """Declare a held page's content final and findable: on release it is kept as cached."""
+        if self._refcount[page] == 0:
+            raise ValueError(f"Page {page} is held by nobody and cannot be published.")
+        self._published[page] = 1
+
+    def clear(self, table: PageTable) -> None:
+        """Release all pages of ``table``, tail first, so that chains die from the leaf."""
+        while table.pages:
+            self._release(table.pages.pop(), table)
+        table.private = 0
+
+    def drop_cached(self) -> int:
+        """Turn every cached page into a free one; returns how many there were."""
+        dropped = self.num_cached
+        while self.num_cached:
+            page = self._next[self.num_pages]
+            self._unlink(page)
+            self._published[page] = 0
+            if self.on_evict is not None:
+                self.on_evict(page)
+            self._free.append(page)
+        return dropped
+
+    def _release(self, page: int, table: PageTable) -> None:
+        count = self._refcount[page] - 1
+        self._refcount[page] = count
+        if count:
+            return
+        if self._shared[page]:
+            self._shared[page] = 0
+            self.num_shared -= 1
+        self._owner[page] = None
+        if self._published[page]:
+            self._link_last(page)
+        else:
+            self._free.append(page)
+
+    # -- the LRU ring ---------------------------------------------------------------------------
+
+    def _link_last(self, page: int) -> None:
+        sentinel = self.num_pages
+        last = self._previous[sentinel]
+        self._next[last] = page
+        self._previous[page] = last
+        self._next[page] = sentinel
+        self._previous[sentinel] = page
+        self.num_cached += 1
+
+    def _unlink(self, page: int) -> None:
+        before, after = self._previous[page], self._next[page]
+        self._next[before] = after
+        self._previous[after] = before
+        self._next[page] = self._previous[page] = _NONE
+        self.num_cached -= 1
+
+    # -- the conservation law -------------------------------------------------------------------
+
+    def audit(self, tables: Iterable[PageTable]) -> None:
+        """Check the books against every live table. O(pages): for tests, and after a fault.
+
+        Raises
+        ------
+        AuditError
+            Naming the first page, or table, that is wrong.
+        """
+        counts = [0] * self.num_pages
+        tables = list(tables)
+        for table in tables:
+            if len(set(table.pages)) != len(table.pages):
+                raise AuditError(f"A table holds a page twice: {table.pages}.")
+            for page in table.pages:
+                counts[page] += 1
+        ring = self._ring()
+        free, cached = set(self._free), set(ring)
+        if len(free) != len(self._free) or len(cached) != self.num_cached:
+            raise AuditError("A page is listed twice as free, or the cached count is off.")
+        for page, count in enumerate(counts):
+            self._audit_page(page, count, page in free, page in cached)
+        if sum(self._shared) != self.num_shared:
+            raise AuditError(f"{sum(self._shared)} shared pages, counted {self.num_shared}.")
+        for table in tables:
+            owned = sum(self._owner[page] is table for page in table.pages)
+            if owned != table.private:
+                raise AuditError(f"A table owns {owned} pages but counts {table.private}.")
+
+    def _ring(self) -> list[int]:
+        ring, page = [], self._next[self.num_pages]
+        while page != self.num_pages:
+            ring.append(page)
+            page = self._next[page]
+        return ring
+
+    def _audit_page(self, page: int, count: int, free: bool, cached: bool) -> None:
+        if self._refcount[page] != count:
+            raise AuditError(
+                f"Page {page} is in {count} tables but its count is {self._refcount[page]}."
+            )
+        if (count > 0) + free + cached != 1:
+            raise AuditError(
+                f"Page {page} must be in one state: held {count > 0}, free {free}, cached {cached}."
+            )
+        if free and self._published[page]:
+            raise AuditError(f"Page {page} is free but published.")
+        if cached and not self._published[page]:
+            raise AuditError(f"Page {page} is cached but not published.")
+        if count > 1 and not self._shared[page]:
+            raise AuditError(f"Page {page} has {count} holders but is not counted as shared.")
+        if count and not self._shared[page] and self._owner[page] is None:
+            raise AuditError(f"Page {page} is held by one table but has no owner.")

@@ -1,0 +1,87 @@
+"""What one step computes (:class:`Plan`) and what came of it (:class:`Outcome`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from turnstile.core.request import FinishReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """The part of one sequence that a step computes.
+
+    ``sequence.tokens[start:start + count]`` go through the model (drafts follow the known
+    tokens: ``count`` includes them). Their K and V go to ``sequence.table``, whose pages exist
+    already. ``samples`` draws are taken from the last row: 0 for a chunk that stops short of the
+    newest token, 1 in decode, ``n`` where a request forks; with drafts, one draw for each of the
+    last ``1 + len(drafts)`` rows. ``score`` asks for the log-probabilities of every row.
+    """
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: int
+    drafts: tuple[int, ...] = ()
+    score: bool = False
+
+    @property
+    def end(self) -> int:
+        """Tokens in the cache once this chunk is computed (drafts included)."""
+        return self.start + self.count
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One forward pass. A value: executing it twice changes nothing but time.
+
+    ``copies`` are page copies ``(source, target)`` to make before anything is computed (forks).
+    ``chunks`` are ordered: decodes first, in order of admission.
+    """
+
+    step: int
+    chunks: tuple[Chunk, ...]
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the flat batch."""
+        return sum(chunk.count for chunk in self.chunks)
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of one chunk.
+
+    ``tokens`` are the draws: none, one, ``n`` for a fork (one for each sample, in order), or with
+    drafts the accepted ones and one more. ``error`` fails this sequence alone.
+    """
+
+    tokens: tuple[int, ...] = ()
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Progress:
+    """What a commit did to one sequence: what the caller passes on to the client."""
+
+    sequence: Sequence
+    first: int
+    """Index of the first of ``tokens`` among the sequence's outputs."""
+    tokens: tuple[int, ...]
+    finish: FinishReason | None = None
+    error: str | None = None
+    chunk: int = -1
+    """Which chunk of the plan it came from; -1 for none (a deadline, a cancel)."""
+    sample: int = 0
+    """Which draw of that chunk: the fork's place."""
+
+
+@dataclass(slots=True)
+class StepReport:
+    """All that a commit changed, in the order of the plan."""
+
+    progress: list[Progress] = field(default_factory=list)

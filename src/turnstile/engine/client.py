@@ -1,0 +1,137 @@
+"""What the rest of Turnstile sees of an engine: :class:`EngineClient` and :class:`Stream`.
+
+Two clients exist: one whose engine is a supervised process (:mod:`turnstile.engine.supervisor`)
+and one whose engine runs in a thread of this process (:mod:`turnstile.engine.local`). Both speak
+:mod:`turnstile.engine.protocol`, and a caller cannot tell them apart. Torch-free.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Callable
+from enum import StrEnum
+
+import msgspec
+
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import EngineInfo, Row, Snapshot, StepResult
+
+
+class EngineState(StrEnum):
+    """Whether requests can be taken. ``RECOVERING``: the engine died and is being restarted."""
+
+    LOADING = "loading"
+    READY = "ready"
+    RECOVERING = "recovering"
+    DRAINING = "draining"
+    DEAD = "dead"
+
+
+class EngineUnavailableError(RuntimeError):
+    """The engine takes no work now. ``state`` says why; ``retry_after`` in seconds, if known."""
+
+    def __init__(self, message: str, state: EngineState, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.state = state
+        self.retry_after = retry_after
+
+
+class NeverFitsError(ValueError):
+    """The request could not run even on an empty machine. ``limit`` names what it exceeds."""
+
+    def __init__(self, message: str, limit: str) -> None:
+        super().__init__(message)
+        self.limit = limit
+
+
+class Generation(msgspec.Struct, kw_only=True):
+    """A request, tokenized and checked, as the server hands it to the engine client.
+
+    ``max_tokens`` is final (the room left in the context is already accounted for), ``seed`` too:
+    a restarted engine must draw the same tokens.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    n: int = 1
+    tenant: str = "default"
+    weight: float = 1.0
+    priority: int = 0
+    arrival: float = 0.0
+    deadline: float | None = None
+    salt: bytes = b""
+
+
+class Stream(ABC):
+    """The answer to one :class:`Generation`, as it is computed."""
+
+    request_id: str
+
+    @abstractmethod
+    def __aiter__(self) -> AsyncIterator[list[Row]]:
+        """Yield what has arrived since the last turn, never an empty list, until every sample
+        has had a row with ``finish``. Rows of a sample come in order and without gaps, whatever
+        happens to the engine meanwhile.
+        """
+
+    @abstractmethod
+    def cancel(self, sample_index: int | None = None, reason: str = "abort") -> None:
+        """End one sample, or all. A cancelled sample yields nothing more; its tokens past this
+        point are not charged. Safe at any time, any number of times.
+        """
+
+
+class EngineClient(ABC):
+    """An engine that may die and come back without its callers noticing."""
+
+    state: EngineState
+    info: EngineInfo | None
+    """None until the first engine is ready."""
+    snapshot: Snapshot
+    """The latest; all zero before the first step."""
+
+    @abstractmethod
+    async def start(self) -> EngineInfo:
+        """Start, and return when the engine is ready. Raises :class:`EngineUnavailableError`
+        with the engine's own words when it cannot be.
+        """
+
+    @abstractmethod
+    async def stop(self, grace: float) -> None:
+        """Take no more work, let running streams finish for ``grace`` seconds, then end them
+        (``finish`` is ``abort``) and end the engine.
+        """
+
+    @abstractmethod
+    def submit(self, generation: Generation) -> Stream:
+        """Hand over a request. Returns at once.
+
+        Raises
+        ------
+        NeverFitsError
+            It exceeds the context length or the whole page pool.
+        EngineUnavailableError
+            No engine takes work now.
+        """
+
+    @abstractmethod
+    def check_fits(self, prompt_tokens: int, max_tokens: int, n: int) -> None:
+        """Raise :class:`NeverFitsError` for what can never run. Cheap; used before queueing."""
+
+    @abstractmethod
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached page that nobody holds."""
+
+    @abstractmethod
+    def subscribe(self, listener: Callable[[StepResult], None]) -> Callable[[], None]:
+        """Call ``listener`` with every step's result (metrics, dashboard, traces). Returns the
+        way to unsubscribe. A listener must be quick and must not raise.
+        """
+
+    @property
+    @abstractmethod
+    def healthy(self) -> bool:
+        """The engine is alive, and idle or has ended a step recently."""

@@ -1,0 +1,218 @@
+"""The messages between the API process and the engine process.
+
+Everything travels as msgpack arrays. The API process sends one :class:`Commands` whenever it has
+something to say; the engine answers with one :class:`StepResult` a step. Two numbers keep the
+stream right across a crash:
+
+* ``epoch`` counts the engine processes a supervisor has started. What carries an older epoch is
+  stale and dropped.
+* ``Row.first`` is the index of the row's first token among the sample's outputs. The journal
+  takes a token only at the index it expects, so nothing is taken twice or out of order.
+
+``StepResult.members`` announces who is in the step that is about to run: should the engine die in
+it, those are the suspects.
+
+Times are seconds of ``time.monotonic()``, which both processes of one machine share.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from turnstile.engine.params import SamplingParams
+
+# -- API process to engine --------------------------------------------------------------------
+
+
+class Submit(msgspec.Struct, array_like=True, tag="submit"):
+    """One sample to compute, or ``n`` that fork from one prompt.
+
+    ``n > 1`` only when no sample has any output yet; ``sample_index`` is then 0. A sample that is
+    resumed carries ``outputs`` so far, and ``charged``: what its tenant has paid for it already.
+    """
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    n: int = 1
+    sample_index: int = 0
+    outputs: list[int] = []
+    tenant: str = "default"
+    weight: float = 1.0
+    priority: int = 0
+    arrival: float = 0.0
+    deadline: float | None = None
+    salt: bytes = b""
+    charged: float = 0.0
+    suspect: bool = False
+    """Ran in a step that killed an engine: keep it apart until it is cleared."""
+
+
+class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
+    """End a sample (or, with ``sample_index`` None, all samples of a request).
+
+    ``reason`` is ``abort``, or ``stop`` where the API process found a stop string.
+    """
+
+    request_id: str
+    sample_index: int | None = None
+    reason: str = "abort"
+
+
+class Control(msgspec.Struct, array_like=True, tag="control"):
+    """``reset_prefix_cache``, ``drain`` (finish what runs), ``stop`` (end now), or, where fault
+    injection is enabled, ``fault:<what>``.
+    """
+
+    action: str
+
+
+Command = Submit | Cancel | Control
+
+
+class Commands(msgspec.Struct, array_like=True):
+    """What the API process has to say, in order."""
+
+    commands: list[Command]
+
+
+# -- engine to API process --------------------------------------------------------------------
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """The model's own log-probability of a token, and of its likeliest alternatives."""
+
+    logprob: float
+    top: list[tuple[int, float]] = []
+
+
+class Row(msgspec.Struct, array_like=True):
+    """What a step did for one sample. ``finish`` is set once, on the last row of a sample."""
+
+    request_id: str
+    sample_index: int
+    first: int
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish: str | None = None
+    error: str | None = None
+    stop_token: int | None = None
+    """The token id that ended it, where ``finish`` is ``stop``; it is the last of ``tokens``."""
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    """Of prompt tokens 1… (the first has none), in pieces, in order."""
+    charged: float = 0.0
+    """What the tenant has paid for this sample so far."""
+
+
+class CostModel(msgspec.Struct, array_like=True):
+    """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
+
+    ``samples`` counts the steps it was fitted to; 0 means cold.
+    """
+
+    alpha: float = 0.0
+    beta: float = 0.0
+    gamma: float = 0.0
+    delta: float = 0.0
+    samples: int = 0
+
+
+class Snapshot(msgspec.Struct, array_like=True):
+    """The engine at a step boundary. Counters only grow within an epoch."""
+
+    time: float = 0.0
+    step: int = 0
+    step_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_held: int = 0
+    pages_cached: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
+    evictions: int = 0
+    prefix_queries: int = 0
+    prefix_hits: int = 0
+    bad_rows: int = 0
+    step_tokens: int = 0
+    waiting_by_reason: dict[str, int] = {}
+    tenants: dict[str, float] = {}
+    """Virtual token counter of each tenant that is active."""
+    cost: CostModel = CostModel()
+
+
+class StepResult(msgspec.Struct, array_like=True, tag="step"):
+    """The rows of the step that ended, and the members of the one that starts now.
+
+    ``events`` are ``(kind, fields)`` of :mod:`turnstile.core.events`, in order.
+    """
+
+    epoch: int
+    step: int
+    rows: list[Row]
+    members: list[tuple[str, int]]
+    snapshot: Snapshot
+    events: list[tuple[str, list[object]]] = []
+
+
+class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):
+    """The engine has loaded its model and takes work."""
+
+    epoch: int
+    pid: int
+    model: str
+    architecture: str
+    vocab_size: int
+    max_model_len: int
+    page_size: int
+    num_pages: int
+    kv_bytes: int
+    kv_dtype: str
+    weight_format: str
+    weight_bytes: int
+    num_parameters: int
+    backend: str
+    device: str
+    threads: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    admission: str
+    exact: bool
+    load_seconds: float
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens the page pool holds."""
+        return self.num_pages * self.page_size
+
+
+class Loading(msgspec.Struct, array_like=True, tag="loading"):
+    """How far loading has come: ``stage`` is a word, ``fraction`` 0…1."""
+
+    epoch: int
+    stage: str
+    fraction: float
+
+
+class Failed(msgspec.Struct, array_like=True, tag="failed"):
+    """The engine cannot start (bad model file, not enough memory…). ``message`` is for people."""
+
+    epoch: int
+    message: str
+
+
+EngineMessage = StepResult | EngineInfo | Loading | Failed
+
+encode_commands = msgspec.msgpack.Encoder().encode
+decode_commands = msgspec.msgpack.Decoder(Commands).decode
+encode_message = msgspec.msgpack.Encoder().encode
+decode_message = msgspec.msgpack.Decoder(EngineMessage).decode
