@@ -1,0 +1,210 @@
+"""Weights from files into a backend: one layer at a time, each tensor copied exactly once.
+
+The files are mapped. A tensor is read, dequantised or converted straight into memory of the dtype
+the backend asks for, handed over, and the pages of the file behind it are given back; so the peak
+is the loaded weights plus one tensor, not twice the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from turnstile.kernels.base import AttentionShape, Backend, HeadWeights, LayerWeights, ModelWeights
+from turnstile.models.config import ModelConfig
+from turnstile.models.dequantize import FORMATS, dequantize
+from turnstile.models.errors import CorruptFileError
+from turnstile.models.gguf import BLOCK_FORMATS
+from turnstile.models.rope import frequencies
+from turnstile.models.source import ModelSource
+from turnstile.models.tensor_file import TensorFiles
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes read so far and in all."""
+
+_CHUNK_ELEMENTS = 1 << 21
+_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_BLOCK_ELEMENTS = {form.name: form.elements for form in BLOCK_FORMATS.values()}
+
+# Our names for a layer's tensors, and theirs.
+_LAYER_NAMES: Mapping[str, tuple[str, str]] = {
+    "input_norm": ("input_layernorm.weight", "attn_norm.weight"),
+    "q": ("self_attn.q_proj.weight", "attn_q.weight"),
+    "k": ("self_attn.k_proj.weight", "attn_k.weight"),
+    "v": ("self_attn.v_proj.weight", "attn_v.weight"),
+    "o": ("self_attn.o_proj.weight", "attn_output.weight"),
+    "q_bias": ("self_attn.q_proj.bias", "attn_q.bias"),
+    "k_bias": ("self_attn.k_proj.bias", "attn_k.bias"),
+    "v_bias": ("self_attn.v_proj.bias", "attn_v.bias"),
+    "o_bias": ("self_attn.o_proj.bias", "attn_output.bias"),
+    "q_norm": ("self_attn.q_norm.weight", "attn_q_norm.weight"),
+    "k_norm": ("self_attn.k_norm.weight", "attn_k_norm.weight"),
+    "post_attention_norm": ("post_attention_layernorm.weight", "ffn_norm.weight"),
+    "gate": ("mlp.gate_proj.weight", "ffn_gate.weight"),
+    "up": ("mlp.up_proj.weight", "ffn_up.weight"),
+    "down": ("mlp.down_proj.weight", "ffn_down.weight"),
+}
+_MODEL_NAMES: Mapping[str, tuple[str, str]] = {
+    "embedding": ("model.embed_tokens.weight", "token_embd.weight"),
+    "norm": ("model.norm.weight", "output_norm.weight"),
+    "projection": ("lm_head.weight", "output.weight"),
+}
+# Derived from the config, or the tied copy of a tensor already read.
+_NEEDLESS = ("rotary_emb.inv_freq", "rope_freqs.weight", "lm_head.weight")
+
+
+def load_weights(
+    source: ModelSource, backend: Backend, progress: Progress = lambda done, total: None
+) -> ModelWeights:
+    """Read all weights of ``source`` and prepare them for ``backend``.
+
+    Raises
+    ------
+    CorruptFileError
+        A tensor is missing, has another shape than the config says, or is not of the
+        architecture. The message names tensor and file.
+    """
+    config = source.config
+    reader = _Reader(source, source.open_tensors(), backend.load_dtype, progress)
+    table = reader.tensor("embedding", None, (config.vocab_size, config.hidden_size))
+    embedding = backend.prepare_embedding(table)
+    inv_freq, rope_scale = frequencies(config.rope)
+    shared = torch.from_numpy(inv_freq)
+    layers = [
+        backend.prepare_layer(_read_layer(reader, config, layer), shared, rope_scale)
+        for layer in range(config.num_layers)
+    ]
+    norm = reader.tensor("norm", None, (config.hidden_size,))
+    if not config.tied_embeddings:
+        table = reader.tensor("projection", None, (config.vocab_size, config.hidden_size))
+    head = backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
+    reader.refuse_leftovers()
+    return ModelWeights(embedding, layers, head)
+
+
+def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+    hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "post_attention_norm": (hidden,),
+        "gate": (inner, hidden),
+        "up": (inner, hidden),
+        "down": (hidden, inner),
+    }
+    if config.qkv_bias:
+        shapes |= {"q_bias": (q,), "k_bias": (kv,), "v_bias": (kv,)}
+    if config.o_bias:
+        shapes |= {"o_bias": (hidden,)}
+    if config.family.qk_norm:
+        shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    tensors = {name: reader.tensor(name, layer, shape) for name, shape in shapes.items()}
+    if reader.is_gguf and config.family.rotates_neighbours:
+        for name in ("q", "k", "q_bias", "k_bias"):
+            if name in tensors:
+                tensors[name] = _halves_apart(tensors[name], head_dim)
+    attention = AttentionShape(
+        config.num_heads,
+        config.num_kv_heads,
+        head_dim,
+        head_dim**-0.5,
+        config.sliding_windows[layer],
+    )
+    return LayerWeights(attention=attention, norm_eps=config.norm_eps, **tensors)
+
+
+def _halves_apart(weight: Tensor, head_dim: int) -> Tensor:
+    """Undo GGUF's order of q and k, where value i of a head's first half precedes value i of its
+    second: RoPE here pairs (i, i + d/2), there (2i, 2i + 1).
+    """
+    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+@dataclass(slots=True)
+class _Progress:
+    """Bytes read, told to the callback."""
+
+    report: Progress
+    total: int
+    done: int = 0
+
+    def add(self, num_bytes: int) -> None:
+        self.done += num_bytes
+        self.report(self.done, self.total)
+
+
+class _Reader:
+    """Takes tensors out of the files by our names, checked against the shapes expected."""
+
+    def __init__(
+        self, source: ModelSource, files: TensorFiles, dtype: torch.dtype, progress: Progress
+    ) -> None:
+        self.is_gguf = source.is_gguf
+        self._path = source.path
+        self._files = files
+        self._dtype = dtype
+        self._unread = dict.fromkeys(files.names())
+        self._progress = _Progress(progress, files.num_bytes)
+
+    def tensor(self, ours: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
+        """One tensor, in memory of its own: matrices in the backend's dtype, vectors in float32."""
+        name = self._name(ours, layer)
+        if name not in self._files:
+            raise CorruptFileError(
+                f"{self._path} lacks tensor {name!r}, which the config asks for; fetch it again."
+            )
+        info = self._files.info(name)
+        if info.shape != shape:
+            raise CorruptFileError(
+                f"{self._files.path(name)}: tensor {name!r} has shape {list(info.shape)}, but the "
+                f"config says {list(shape)}."
+            )
+        dtype = self._dtype if len(shape) > 1 else torch.float32
+        result = torch.empty(shape, dtype=dtype)
+        _convert(self._files.bytes_of(name), info.dtype, result.view(-1))
+        self._files.release(name)
+        self._unread.pop(name, None)
+        self._progress.add(info.num_bytes)
+        return result
+
+    def refuse_leftovers(self) -> None:
+        """Complain about tensors nobody asked for: the model would not be what it claims."""
+        extra = [name for name in self._unread if not name.endswith(_NEEDLESS)]
+        if extra:
+            listed = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
+            raise CorruptFileError(
+                f"{self._files.path(extra[0])} has {len(extra)} tensors that are not of the "
+                f"architecture ({listed}); the model would give wrong answers without them."
+            )
+        self._progress.add(self._progress.total - self._progress.done)
+
+    def _name(self, ours: str, layer: int | None) -> str:
+        if layer is None:
+            return _MODEL_NAMES[ours][self.is_gguf]
+        prefix = f"blk.{layer}" if self.is_gguf else f"model.layers.{layer}"
+        return f"{prefix}.{_LAYER_NAMES[ours][self.is_gguf]}"
+
+
+def _convert(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str, out: Tensor) -> None:
+    """Fill flat ``out`` from stored bytes, a few megabytes at a time."""
+    block_bytes, elements = FORMATS[dtype][0], _BLOCK_ELEMENTS[dtype]
+    step = _CHUNK_ELEMENTS // elements
+    for block in range(0, len(raw) // block_bytes, step):
+        chunk = raw[block * block_bytes : (block + step) * block_bytes]
+        if dtype in _FLOATS:
+            if chunk.ctypes.data % block_bytes:  # safetensors does not promise alignment
+                chunk = chunk.copy()
+            values = torch.from_numpy(chunk).view(_FLOATS[dtype])
+        else:
+            values = torch.from_numpy(dequantize(chunk, dtype))
+        start = block * elements
+        out[start : start + len(values)].copy_(values)
