@@ -60,7 +60,7 @@ class KvShape:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer as the checkpoint has it (tensors ``[out, in]``, any float dtype).
+    """One decoder layer (matrices ``[out, in]`` in ``Backend.load_dtype``, vectors in float32).
 
     ``q_norm`` and ``k_norm`` are per-head RMS norms (Qwen3), applied before RoPE.
     """
@@ -157,6 +157,10 @@ class Backend(ABC):
     name: str
     device: torch.device
     exact: bool
+    load_dtype: torch.dtype = torch.float32
+    """The dtype matrices are handed over in (vectors: float32). Tensors given to ``prepare_*``
+    belong to the backend, which need not copy them again.
+    """
 
     # -- at load time -------------------------------------------------------------------------
 
