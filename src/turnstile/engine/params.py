@@ -95,7 +95,7 @@ def _in_range(
     open_low: bool = False,
     what: str = "",
 ) -> None:
-    bad = isinstance(value, bool) or not math.isfinite(value) or value > high or value < low
+    bad = isinstance(value, bool) or value > high or value < low or math.isnan(value)
     if bad or (open_low and value <= low):
         subject = f"{name}: {what}" if what else name
         bracket = "above" if open_low else "at least"

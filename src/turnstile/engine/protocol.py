@@ -107,7 +107,7 @@ class Row(msgspec.Struct, array_like=True):
     """What the tenant has paid for this sample so far."""
 
 
-class CostModel(msgspec.Struct, array_like=True):
+class CostModel(msgspec.Struct, array_like=True, frozen=True):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
     ``samples`` counts the steps it was fitted to; 0 means cold.
