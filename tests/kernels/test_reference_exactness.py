@@ -37,14 +37,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("exact"), **SHAPE)
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+@pytest.fixture(
+    scope="module", params=[(d, f) for d in DEVICES for f in ("float32", "bfloat16")], ids="-".join
+)
 def decoder(checkpoint: Path, request: pytest.FixtureRequest) -> Decoder:
-    return load(checkpoint, request.param)
+    return load(checkpoint, *request.param)
 
 
-def load(checkpoint: Path, weight_format: str = "float32", exact: bool = True) -> Decoder:
+def load(
+    checkpoint: Path, device: str = "cpu", weight_format: str = "float32", exact: bool = True
+) -> Decoder:
     torch.set_num_threads(2)  # the tiles must be tried on more than one
-    backend = create_backend("cpu", weight_format, exact=exact, name="reference")
+    backend = create_backend(device, weight_format, exact=exact, name="reference")
     return Decoder.load(resolve(str(checkpoint)), backend)
 
 

@@ -36,7 +36,7 @@ def rows(width: int) -> Tensor:
     return torch.randn(50, width, generator=torch.Generator().manual_seed(width)) * 4
 
 
-@pytest.mark.parametrize("width", [5, 64, 577, 49152])
+@pytest.mark.parametrize("width", [5, 64, 577, 128_256])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_one_row_equals_the_row_among_fifty(name: str, width: int) -> None:
     function, x = FUNCTIONS[name], rows(width)
@@ -65,6 +65,15 @@ def test_a_fused_activation_fails_the_same_comparison() -> None:
     assert torch.equal(
         torch.cat([row_math.silu(x[i : i + 1]) for i in range(50)]), row_math.silu(x)
     )
+
+
+def test_a_library_sum_fails_the_same_comparison() -> None:
+    """The control: one long row is split over threads, fifty are not."""
+    torch.set_num_threads(2)
+    x = rows(128_256)
+    for function, independent in ((lambda t: t.sum(-1), False), (FUNCTIONS["row_sum"], True)):
+        alone = torch.cat([function(x[i : i + 1]) for i in range(len(x))])
+        assert torch.equal(alone, function(x)) == independent
 
 
 few_values = st.sampled_from([-np.inf, -2.0, -1.5, -0.0, 0.0, 1e-40, 1.5, 3.0])

@@ -79,19 +79,23 @@ def save_model(name: str, directory: Path, **save: Any) -> transformers.PreTrain
     return model
 
 
-def load(directory: Path, weight_format: str = "float32") -> Decoder:
-    backend = create_backend("cpu", weight_format, name="reference")
+DEVICES = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+
+
+def load(directory: Path, weight_format: str = "float32", device: str = "cpu") -> Decoder:
+    backend = create_backend(device, weight_format, name="reference")
     return Decoder.load(resolve(str(directory)), backend)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", CASES)
-def test_logits_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers(name: str, device: str, tmp_path: Path) -> None:
     model = save_model(name, tmp_path)
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, 150).tolist()
     with torch.no_grad():
         theirs = model(torch.tensor([ids])).logits[0]
-    ours = Stepper(load(tmp_path), poison=True).run("only", ids)
-    assert_agreement(ours, theirs)
+    ours = Stepper(load(tmp_path, device=device), poison=True).run("only", ids)
+    assert_agreement(ours.cpu(), theirs)
 
 
 def test_a_window_matters_to_the_sliding_models(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -104,27 +103,28 @@ def test_tied_tables_are_kept_once(tiny: Path) -> None:
     assert weights.embedding.data_ptr() == weights.head.projection.weight.data_ptr()  # type: ignore[attr-defined]
 
 
+# VmHWM is of this program alone; ru_maxrss would begin at the parent's size.
 MEASURE = """
-import resource, sys, torch
+import sys, torch
 torch.set_num_threads(1)
 from turnstile.kernels import create_backend
 from turnstile.models.decoder import Decoder
 from turnstile.models.source import resolve
 source, backend = resolve(sys.argv[1]), create_backend("cpu", sys.argv[2], name="reference")
 backend._probe.tiles = lambda weight: (8,)  # products are not what is measured
-peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+def memory(field):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if field in line)
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)
-before = peak()
+before = memory("VmRSS")
 decoder = Decoder.load(source, backend)
-print(before, peak())
+print(before, memory("VmHWM"))
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in KiB on Linux")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("weight_format", ["float32", "bfloat16"])
 def test_loading_takes_little_more_than_the_weights(weight_format: str, tmp_path: Path) -> None:
-    """A float32 checkpoint of 300 MB: the peak stays within 1.3 times the loaded weights."""
-    assert resource.RUSAGE_SELF == 0
+    """A float32 checkpoint of 260 MB: the peak stays within 1.3 times the loaded weights."""
     path = make_tiny_llama(
         tmp_path / "big",
         hidden_size=768,
