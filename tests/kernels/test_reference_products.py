@@ -68,7 +68,7 @@ def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         return result * (1 + 1e-6) if len(a) == 32 else result
 
     monkeypatch.setattr(torch, "mm", crooked)
-    assert TileProbe().tiles(torch.randn(64, 16)) == (128, 8)
+    assert TileProbe().tiles(torch.randn(64, 16)) == (128, 64, 16, 8)
 
 
 def test_where_nothing_agrees_exact_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,4 @@ def test_a_shape_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_products, "_agrees", lambda *arguments: calls.append(arguments) or True)
     for _ in range(5):
         probe.tiles(torch.randn(64, 16))
-    assert len(calls) == len(row_products.TILES)
+    assert [call[3] for call in calls] == list(row_products.TILES)

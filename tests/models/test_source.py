@@ -52,6 +52,12 @@ def test_a_directory_without_a_model_says_what_is_missing(tmp_path: Path) -> Non
         resolve(str(tmp_path))
 
 
+def test_a_weight_file_alone_is_answered_with_its_directory(tmp_path: Path) -> None:
+    path = make_tiny_llama(tmp_path / "tiny") / "model.safetensors"
+    with pytest.raises(ModelNotFoundError, match="give its directory"):
+        resolve(str(path))
+
+
 def test_a_hub_id_is_taken_from_the_hubs_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -77,6 +77,8 @@ def resolve(
     if path.is_dir():
         return _from_directory(path, name=path.resolve().name)
     if path.is_file():
+        if path.suffix == ".safetensors":
+            raise ModelNotFoundError(f"{path} is only part of a model; give its directory.")
         return _from_gguf(path, name=path.stem)
     if model.lower() == default_model.NAME.lower():
         return _from_gguf(default_model.ensure_default_model(report), default_model.NAME)
