@@ -138,7 +138,10 @@ class ChatEncoder:
         if marking or chat.continue_final_message:
             marks = choose_marks(data)
         if marking and marks is not None:
-            data = self._mark(data, marks)
+            try:
+                data = self._mark(data, marks)
+            except RecursionError:
+                raise MessageError("the messages are nested too deeply") from None
         if chat.continue_final_message and marks is not None:
             text = self._continue(template, data, marks)
         else:
