@@ -1,0 +1,214 @@
+"""Output that must match a grammar: masks over the vocabulary, token by token, with llguidance.
+
+In the API process, :func:`check_grammar` finds out whether a request's grammar compiles, in a
+process that may die of it. In the engine, :class:`GrammarCompiler` makes a :class:`GrammarState`
+for each sample; the sampler asks it for the mask before a token is drawn and tells it the token
+after. Nothing here needs torch: a mask is a row of int32, one bit for each token.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from turnstile.text import grammar_checker
+from turnstile.text.errors import GrammarError
+from turnstile.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+Int32Array = npt.NDArray[np.int32]
+
+_WALL_SECONDS = 30.0
+_TOO_COMPLEX = (
+    "the schema or grammar is too complex: compiling it takes too much time, memory or depth"
+)
+_checks_at_once = threading.Semaphore(2)
+
+
+def check_grammar(grammar: str) -> None:
+    """Compile a grammar in a process of its own, once; the verdict is remembered.
+
+    Takes some 100 ms the first time; call it off the event loop. Raises :class:`GrammarError`
+    with the compiler's complaint, or where compiling takes too much time, memory or depth.
+    """
+    complaint = _complaint_about(grammar)
+    if complaint is not None:
+        raise GrammarError(complaint)
+
+
+@lru_cache(maxsize=256)
+def _complaint_about(grammar: str) -> str | None:
+    with _checks_at_once:
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", grammar_checker.__file__],
+                input=grammar.encode("utf-8", "surrogatepass"),
+                capture_output=True,
+                timeout=_WALL_SECONDS,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return _TOO_COMPLEX
+    try:
+        complaint = json.loads(done.stdout)["error"]
+    except (ValueError, KeyError, TypeError):
+        return _TOO_COMPLEX
+    return None if complaint is None else f"the schema or grammar cannot be used: {complaint}"
+
+
+class GrammarCompiler:
+    """Makes grammar states for one vocabulary. Built on first use (a third of a second for
+    150,000 tokens); compiled grammars are kept, since clients send the same ones again.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, kept: int = 64) -> None:
+        self._tokenizer = tokenizer
+        self._kept = kept
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._vocabulary: LLTokenizer | None = None
+
+    def start(self, grammar: str) -> GrammarState:
+        """Begin a sample. Raises :class:`GrammarError` where the grammar does not compile."""
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
+            matcher = self._compile(grammar)
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > self._kept:
+                self._compiled.popitem(last=False)
+        else:
+            self._compiled.move_to_end(grammar)
+        return GrammarState(matcher.deep_copy(), self._words)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher
+
+        if self._vocabulary is None:
+            self._vocabulary = _make_vocabulary(self._tokenizer)
+        matcher = LLMatcher(
+            self._vocabulary, grammar, log_level=0, limits=grammar_checker.parser_limits()
+        )
+        _raise_error(matcher)
+        return matcher
+
+    @property
+    def _words(self) -> int:
+        assert self._vocabulary is not None
+        return mask_words(self._vocabulary.vocab_size)
+
+
+class GrammarState:
+    """Where one sample stands in its grammar."""
+
+    __slots__ = ("_matcher", "_words")
+
+    def __init__(self, matcher: LLMatcher, words: int) -> None:
+        self._matcher = matcher
+        self._words = words
+
+    def fill_mask(self, row: Int32Array) -> None:
+        """Set ``row`` (int32 ``[words]``, contiguous, at least ``ceil(vocab_size / 32)`` long) to
+        the tokens allowed next: bit ``i % 32`` of word ``i // 32`` is token ``i``. Tokens past
+        the tokenizer's vocabulary are never allowed.
+
+        When the grammar is satisfied the end-of-sequence tokens are among them; when nothing
+        can follow they are the only ones. Raises :class:`GrammarError` where a step is too
+        complex to compute.
+        """
+        if row.dtype != np.int32 or not row.flags.c_contiguous or len(row) < self._words:
+            raise ValueError(f"a mask row must be contiguous int32 of at least {self._words} words")
+        row[self._words :] = 0
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, self._words * 4)
+        _raise_error(self._matcher)
+
+    def advance(self, token_id: int) -> None:
+        """Take the token that was drawn. Raises :class:`GrammarError` if it was not allowed."""
+        if not self._matcher.consume_token(token_id):
+            _raise_error(self._matcher)
+            raise GrammarError(f"token {token_id} is not allowed by the grammar here")
+
+    def count_allowed(self, token_ids: list[int]) -> int:
+        """How many of these tokens, from the first on, could be taken now (for drafts)."""
+        return int(self._matcher.validate_tokens(token_ids))
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last tokens."""
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            _raise_error(self._matcher)
+            raise GrammarError(f"cannot take back {num_tokens} tokens")
+
+    def fork(self) -> GrammarState:
+        """Copy for another sample that goes on from here."""
+        return GrammarState(self._matcher.deep_copy(), self._words)
+
+    @property
+    def is_satisfied(self) -> bool:
+        """Whether the text so far is whole: the sample may end here."""
+        return bool(self._matcher.is_accepting())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the text is whole and nothing but the end may follow."""
+        return bool(self._matcher.is_stopped())
+
+
+def mask_words(vocab_size: int) -> int:
+    """Words of int32 a mask over ``vocab_size`` tokens takes."""
+    return (vocab_size + 31) // 32
+
+
+def unpack_mask(row: Int32Array, vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Turn mask rows into booleans: ``[..., words]`` to ``[..., vocab_size]``, True is allowed.
+
+    ``vocab_size`` may be larger than the mask covers; the rest is not allowed.
+    """
+    bits = np.unpackbits(row.view(np.uint8), axis=-1, count=None, bitorder="little")
+    if bits.shape[-1] < vocab_size:
+        widths = [(0, 0)] * (bits.ndim - 1) + [(0, vocab_size - bits.shape[-1])]
+        bits = np.pad(bits, widths)
+    return bits[..., :vocab_size].view(np.bool_)
+
+
+def _make_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+    from llguidance import LLTokenizer
+    from llguidance._tokenizer import TokenizerWrapper
+
+    ends = sorted(tokenizer.stop_ids)
+    if not ends:
+        raise GrammarError("the model names no end-of-sequence token, which grammars need")
+    return LLTokenizer(TokenizerWrapper(_Words(tokenizer, ends)), eos_token=ends)
+
+
+class _Words:
+    """A tokenizer as llguidance wants to see one."""
+
+    def __init__(self, tokenizer: Tokenizer, ends: list[int]) -> None:
+        self.eos_token_id = ends[0] if tokenizer.eos_id is None else tokenizer.eos_id
+        self.bos_token_id = tokenizer.bos_id
+        self.tokens = tokenizer.vocabulary.bytes_of
+        # A control token spells its name, but is not the text it spells.
+        self.special_token_ids = sorted(tokenizer.special_ids | tokenizer.control_ids)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8", "replace")
+        return self._tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+
+
+def _raise_error(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        # What follows the first line is the parser's internal state.
+        complaint = str(matcher.get_error()).split("\n<state>")[0]
+        raise GrammarError(
+            f"the grammar cannot be followed: {complaint[: grammar_checker.MAX_ERROR_CHARS]}"
+        )

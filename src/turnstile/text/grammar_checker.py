@@ -1,0 +1,68 @@
+"""A process of its own that compiles one grammar from standard input, or dies trying.
+
+A client's grammar can make the compiler run for minutes, take all memory, or recurse until the
+stack ends, which kills the process it runs in. So the first to compile it is this one: a file
+run by itself, with limits on CPU time, memory and stack well under those of the engine, that
+answers with one JSON line: ``{"error": null}`` or ``{"error": "what is wrong"}``. No answer
+means that the grammar is too complex.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from typing import Any
+
+CPU_SECONDS = 3
+MEMORY_BYTES = 1 << 30
+STACK_BYTES = 2 << 20
+MAX_ERROR_CHARS = 400
+
+
+def parser_limits() -> Any:
+    """Bounds for compiling and for every step after; the engine uses the same."""
+    from llguidance import LLParserLimits
+
+    return LLParserLimits(
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=200_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
+
+
+def _compile(grammar: str) -> str | None:
+    """Compile without a tokenizer: syntax, references and the lexer do not need one."""
+    from llguidance import LLMatcher
+
+    failed, messages = LLMatcher.validate_grammar_with_warnings(
+        grammar, None, limits=parser_limits()
+    )
+    return messages[0][:MAX_ERROR_CHARS] if failed else None
+
+
+def main() -> None:
+    """Read a grammar, compile it within bounds, print the verdict."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    except (ImportError, ValueError, OSError):
+        pass  # a system without these limits still has the caller's time-out
+    grammar = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
+    verdict: list[str | None] = []
+    threading.stack_size(STACK_BYTES)
+    worker = threading.Thread(target=lambda: verdict.append(_compile(grammar)))
+    worker.start()
+    worker.join()
+    if verdict:
+        print(json.dumps({"error": verdict[0]}))
+
+
+if __name__ == "__main__":
+    main()

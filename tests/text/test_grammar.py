@@ -1,0 +1,296 @@
+import json
+import random
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tiny_models
+from turnstile.text import GrammarError, Tokenizer
+from turnstile.text import grammar_request as request
+from turnstile.text.grammar import (
+    GrammarCompiler,
+    GrammarState,
+    check_grammar,
+    mask_words,
+    unpack_mask,
+)
+
+END = tiny_models.TURN_END
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    path = tmp_path_factory.mktemp("tiny")
+    tiny_models.write_tokenizer(path)
+    return Tokenizer.from_directory(path)
+
+
+@pytest.fixture(scope="module")
+def compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer)
+
+
+def allowed(state: GrammarState, tokenizer: Tokenizer) -> list[int]:
+    row = np.full(mask_words(tokenizer.vocab_size + 100), -1, np.int32)
+    state.fill_mask(row)
+    bits = unpack_mask(row, tokenizer.vocab_size + 100)
+    assert not bits[tokenizer.vocab_size :].any()
+    return [int(i) for i in np.flatnonzero(bits)]
+
+
+def wander(state: GrammarState, tokenizer: Tokenizer, seed: int, limit: int = 400) -> str | None:
+    """Draw allowed tokens at random until the end token comes; None if it does not."""
+    draw, ids = random.Random(seed), []
+    for step in range(limit):
+        choices = allowed(state, tokenizer)
+        # Late in the walk, take the way out where there is one.
+        token = END if step > 30 and END in choices else draw.choice(choices)
+        state.advance(token)
+        if token in tokenizer.stop_ids:
+            return tokenizer.decode(ids)
+        ids.append(token)
+    return None
+
+
+def follows(compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the grammar takes the whole text and may end there."""
+    state = compiler.start(grammar)
+    ids = tokenizer.encode(text, add_special_tokens=False, parse_special=False)
+    return state.count_allowed([*ids, END]) == len(ids) + 1
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"enum": ["x", "é", 3]}},
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_walk_through_a_schema_ends_in_json_of_that_schema(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, seed: int
+) -> None:
+    text = wander(compiler.start(request.json_schema(SCHEMA)), tokenizer, seed)
+    assert text is not None
+    value = json.loads(text)
+    assert list(value) == ["a", "b"]
+    assert isinstance(value["a"], bool)
+    assert value["b"] in ("x", "é", 3)
+
+
+def test_json_mode_starts_an_object_and_cannot_space_out(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    grammar = request.json_object()
+    assert follows(compiler, tokenizer, grammar, '{"a": [1, {"b": null}]}')
+    assert follows(compiler, tokenizer, grammar, "{}")
+    assert not follows(compiler, tokenizer, grammar, "[1]")
+    assert not follows(compiler, tokenizer, grammar, "{" + " " * 60 + "}")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (request.regex(r"\d{2}/[a-c]+"), "12/abc", "1/abc"),
+        (request.regex(r"a\/b\nc" + "\n" + "d"), "a/b\nc\nd", "a/b"),
+        (request.regex("é+🙂?"), "éé🙂", "e"),
+        (request.choice(["yes", "no", 'a "q" \\ \n é🙂']), 'a "q" \\ \n é🙂', "maybe"),
+        (request.lark('start: "a" b+\nb: "b" | "c"'), "abcb", "a"),
+        (request.lark('root ::= "a" b+\nb ::= "b" | "c"'), "abcb", "b"),
+        (request.json_schema({"oneOf": [{"type": "null"}, {"const": 5}]}), "5", "6"),
+        (request.json_schema('{"type": "integer"}'), "-12", "x"),
+        (request.json_schema(True), '"any"', "nope"),
+    ],
+)
+def test_each_kind_of_grammar_takes_what_it_should_and_nothing_else(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str, good: str, bad: str
+) -> None:
+    check_grammar(grammar)
+    assert follows(compiler, tokenizer, grammar, good)
+    assert not follows(compiler, tokenizer, grammar, bad)
+
+
+@given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
+@settings(max_examples=60, deadline=None)
+def test_a_choice_is_taken_literally(
+    compiler: GrammarCompiler, tokenizer: Tokenizer, options: list[str]
+) -> None:
+    grammar = request.choice(options)
+    assert all(follows(compiler, tokenizer, grammar, option) for option in options)
+
+
+def test_control_tokens_are_not_the_text_they_spell(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.start(request.regex(r"<\|im_start\|>"))
+    assert tiny_models.TURN_START not in allowed(state, tokenizer)
+    assert follows(compiler, tokenizer, request.regex(r"<\|im_start\|>"), "<|im_start|>")
+
+
+def test_only_the_end_is_allowed_when_nothing_can_follow(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.start(request.choice(["ab"]))
+    assert not state.is_satisfied
+    for token in tokenizer.encode("ab"):
+        assert not state.is_done
+        state.advance(token)
+    assert state.is_satisfied
+    assert state.is_done
+    assert set(allowed(state, tokenizer)) == set(tokenizer.stop_ids)
+
+
+def test_a_forbidden_token_is_an_error_of_one_sentence(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.start(request.choice(["ab"]))
+    with pytest.raises(GrammarError) as caught:
+        state.advance(tokenizer.encode("z")[0])
+    assert len(str(caught.value)) < 500
+    assert "<state>" not in str(caught.value)
+
+
+def test_rolling_back_and_forking_leave_the_state_as_it_was(
+    compiler: GrammarCompiler, tokenizer: Tokenizer
+) -> None:
+    state = compiler.start(request.json_schema(SCHEMA))
+    ids = tokenizer.encode('{"a": tru')
+    masks = []
+    for token in ids:
+        masks.append(allowed(state, tokenizer))
+        state.advance(token)
+    fork = state.fork()
+    for place in reversed(range(len(ids))):
+        state.rollback(1)
+        assert allowed(state, tokenizer) == masks[place]
+    for token in tokenizer.encode('e, "b": 3}'):
+        fork.advance(token)
+    assert fork.is_satisfied
+    assert not state.is_satisfied
+
+
+def test_a_compiled_grammar_is_not_changed_by_its_samples(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, kept=1)
+    first = compiler.start(request.choice(["ab", "cd"]))
+    before = allowed(first, tokenizer)
+    first.advance(tokenizer.encode("a")[0])
+    assert allowed(compiler.start(request.choice(["ab", "cd"])), tokenizer) == before
+    compiler.start(request.choice(["xy"]))
+    assert len(compiler._compiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("grammar", "complaint"),
+    [
+        (request.json_schema({"type": "foo"}), "foo"),
+        (request.json_schema({"$ref": "#/nowhere"}), "does not exist"),
+        (request.json_schema({"not": {"type": "string"}}), "not"),
+        (request.json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "recursion"),
+        (request.regex("("), "unclosed"),
+        (request.lark('start: "a" missing'), "missing"),
+        (request.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000), "nested"),
+    ],
+)
+def test_a_bad_grammar_is_refused_with_the_compiler_s_complaint(
+    compiler: GrammarCompiler, grammar: str, complaint: str
+) -> None:
+    for attempt in (check_grammar, compiler.start):
+        with pytest.raises(GrammarError, match=complaint) as caught:
+            attempt(grammar)
+        assert len(str(caught.value)) < 600
+
+
+def chain(length: int) -> str:
+    rules = [f"r{i}: r{i + 1}" for i in range(length)]
+    return request.lark("\n".join(["start: r0", *rules, f'r{length}: "a"']))
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        chain(4000),
+        request.json_schema(
+            {"allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(500)]}
+        ),
+    ],
+    ids=["depth", "time"],
+)
+def test_a_grammar_that_would_kill_its_compiler_kills_another_process(grammar: str) -> None:
+    with pytest.raises(GrammarError, match="too complex"):
+        check_grammar(grammar)
+
+
+def test_what_the_checker_passes_leaves_the_engine_s_stack_room(
+    compiler: GrammarCompiler,
+) -> None:
+    deepest = 0
+    for length in (50, 200, 400, 800, 1600):
+        try:
+            check_grammar(chain(length))
+        except GrammarError:
+            break
+        deepest = length
+    assert deepest >= 50
+    compiler.start(chain(deepest))
+
+
+@pytest.mark.parametrize(
+    ("make", "complaint"),
+    [
+        (lambda: request.json_schema("{"), "not valid JSON"),
+        (lambda: request.json_schema([1]), "must be an object"),
+        (lambda: request.json_schema({"enum": ["x" * 200_000]}), "longer than"),
+        (lambda: request.regex(5), "must be a string"),
+        (lambda: request.choice([]), "at least one"),
+        (lambda: request.choice("ab"), "list"),
+        (lambda: request.choice(["a", ""]), "not empty"),
+        (lambda: request.choice(["a"] * 5000), "more than"),
+        (lambda: request.choice(["a\ud800"]), "surrogate"),
+        (lambda: request.lark("  "), "not empty"),
+        (lambda: request.grammar_of_response_format({"type": "yaml"}), "unknown"),
+        (lambda: request.grammar_of_response_format("json"), "must be an object"),
+        (lambda: request.grammar_of_response_format({"type": "json_schema"}), "schema is missing"),
+        (lambda: request.grammar_of_structured_outputs({}), "exactly one"),
+        (lambda: request.grammar_of_structured_outputs({"regex": "a", "json": {}}), "exactly one"),
+        (lambda: request.grammar_of_structured_outputs({"structural_tag": {}}), "not supported"),
+    ],
+)
+def test_a_malformed_request_is_refused_in_words(make: Any, complaint: str) -> None:
+    with pytest.raises(GrammarError, match=complaint):
+        make()
+
+
+def test_requests_come_down_to_the_same_grammars() -> None:
+    wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    assert request.grammar_of_response_format(wrapped) == request.json_schema(SCHEMA)
+    assert request.grammar_of_response_format({"type": "json_object"}) == request.json_object()
+    assert request.grammar_of_response_format({"type": "text"}) is None
+    assert request.grammar_of_response_format(None) is None
+    assert request.grammar_of_structured_outputs({"json": SCHEMA}) == request.json_schema(SCHEMA)
+    assert request.grammar_of_structured_outputs({"json_object": True}) == request.json_object()
+    assert request.grammar_of_structured_outputs({"choice": ["a"]}) == request.choice(["a"])
+
+
+def test_a_mask_row_of_the_wrong_kind_is_refused(compiler: GrammarCompiler) -> None:
+    state = compiler.start(request.choice(["a"]))
+    for row in (np.zeros(1, np.int32), np.zeros(100, np.int64), np.zeros(200, np.int32)[::2]):
+        with pytest.raises(ValueError, match="mask row"):
+            state.fill_mask(row)  # type: ignore[arg-type]
+
+
+def test_text_needs_neither_torch_nor_transformers_nor_llguidance_at_import() -> None:
+    code = (
+        "import sys, turnstile.text, turnstile.text.grammar, turnstile.text.grammar_request;"
+        "print([m for m in ('torch', 'transformers', 'llguidance') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        env={"PYTHONPATH": "src"},
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
