@@ -1,0 +1,168 @@
+"""The ASGI application: :class:`App`, and the table of routes.
+
+Starlette routes; everything around a handler happens here, once: request id, CORS, the key,
+errors as JSON, the access log. There is no middleware between a token and the socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.routing import Route, Router
+
+from turnstile.server import chat, completions, docs, info, tokenize
+from turnstile.server.access_log import log_access
+from turnstile.server.errors import ApiError, from_exception, internal_error
+from turnstile.server.exchange import Exchange
+from turnstile.server.service import Service
+
+logger = logging.getLogger("turnstile.server")
+
+Handler = Callable[[Service, Exchange], Awaitable[None]]
+
+OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
+"""Paths that need no key: probes carry none, and they tell nothing."""
+INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+
+ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("POST", "/v1/completions", completions.completions),
+    ("POST", "/v1/chat/completions", chat.chat_completions),
+    ("POST", "/v1/chat/completions/render", chat.render),
+    ("GET", "/v1/models", info.models),
+    ("GET", "/v1/models/{name:path}", info.model_card),
+    ("POST", "/tokenize", tokenize.tokenize),
+    ("POST", "/detokenize", tokenize.detokenize),
+    ("GET", "/tokenizer_info", info.tokenizer_info),
+    ("GET", "/health", info.health),
+    ("GET", "/livez", info.livez),
+    ("GET", "/readyz", info.readyz),
+    ("GET", "/ping", info.health),
+    ("GET", "/version", info.version),
+    ("GET", "/metrics", info.metrics),
+    ("GET", "/load", info.load),
+    ("GET", "/server_info", info.server_info),
+    ("POST", "/reset_prefix_cache", info.reset_prefix_cache),
+)
+DOCS_ROUTES: tuple[tuple[str, str, Handler], ...] = (
+    ("GET", "/openapi.json", docs.openapi),
+    ("GET", "/docs", docs.page),
+)
+
+
+class _Endpoint:
+    """Starlette's view of a handler: a raw ASGI application."""
+
+    def __init__(self, handler: Handler, service: Service) -> None:
+        self._handler = handler
+        self._service = service
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await self._handler(self._service, scope["turnstile.exchange"])
+
+
+class App:
+    """The application of one :class:`Service`."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        routes = ROUTES + (DOCS_ROUTES if service.config.enable_docs else ())
+        self._router = Router(
+            routes=[
+                Route(path, _Endpoint(handler, service), methods=[method])
+                for method, path, handler in routes
+            ],
+            redirect_slashes=False,
+            default=_no_route,
+        )
+        self._quiet = service.config.quiet_paths
+        self._logs = not service.config.disable_access_log
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer one HTTP request; other protocols are refused."""
+        if scope["type"] != "http":
+            if scope["type"] == "websocket":
+                await send({"type": "websocket.close", "code": 1000})
+            return
+        exchange = Exchange(scope, receive, send)
+        service = self.service
+        service.live.add(exchange)
+        try:
+            await self._serve(exchange)
+        except asyncio.CancelledError:
+            # The client went away, or stopped reading: the handler was cancelled for that alone.
+            # Anything else that cancels is the server's own end.
+            if not (exchange.disconnected or "stalled_reader" in exchange.notes):
+                raise
+            exchange.notes["client_gone"] = True
+        finally:
+            exchange.unwatch()
+            service.live.discard(exchange)
+            self._finish(exchange)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        service = self.service
+        origin = exchange.header(b"origin")
+        exchange.common_headers += service.cors.response_headers(origin)
+        try:
+            if exchange.method == "OPTIONS":
+                await self._preflight(exchange, origin)
+                return
+            if exchange.path not in OPEN_PATHS:
+                exchange.tenant = service.keys.identify(exchange.scope["headers"])
+            exchange.scope["turnstile.exchange"] = exchange
+            exchange.scope["app"] = self
+            await self._router(exchange.scope, None, None)  # type: ignore[arg-type]
+        except HTTPException as error:
+            await self._refuse(exchange, _from_http(error, exchange))
+        except Exception as error:
+            await self._refuse(exchange, self._known(exchange, error))
+
+    def _known(self, exchange: Exchange, error: Exception) -> ApiError:
+        known = from_exception(error)
+        if known is not None:
+            return known
+        logger.exception("Request %s failed", exchange.id, exc_info=error)
+        return internal_error()
+
+    async def _refuse(self, exchange: Exchange, error: ApiError) -> None:
+        exchange.notes["error"] = error.code or error.kind
+        if exchange.status:
+            return  # too late for a status: the connection is closed with the answer incomplete
+        if exchange.path in INFERENCE_PATHS and "finish_reason" not in exchange.notes:
+            self.service.metrics.refused()
+        await exchange.respond(error.body(), error.status, headers=error.headers())
+
+    async def _preflight(self, exchange: Exchange, origin: bytes | None) -> None:
+        asked = exchange.header(b"access-control-request-headers")
+        cors = self.service.cors
+        exchange.common_headers = exchange.common_headers[:1]
+        headers = cors.preflight_headers(origin, asked)
+        await exchange.respond(b"", 204 if headers else 405, headers=headers)
+
+    def _finish(self, exchange: Exchange) -> None:
+        status = exchange.status or 499
+        exchange.status = status
+        self.service.metrics.responses[f"{status // 100}xx"] += 1
+        if self._logs and (exchange.path not in self._quiet or status >= 500):
+            with contextlib.suppress(Exception):
+                log_access(exchange, time.monotonic() - exchange.started)
+
+
+async def _no_route(scope: Any, receive: Any, send: Any) -> None:
+    raise ApiError(404, f"There is no route {scope['path'][:100]}.", code="route_not_found")
+
+
+def _from_http(error: HTTPException, exchange: Exchange) -> ApiError:
+    """Starlette's own refusals: a method the route does not know."""
+    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
+    message = error.detail
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "another method")
+        message = f"{exchange.method} is not allowed here; use {allowed}."
+    return ApiError(error.status_code, message, headers=headers)

@@ -1,0 +1,151 @@
+"""``POST /v1/chat/completions`` and its ``/render``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from turnstile.server.completions import make_head, make_wishes
+from turnstile.server.errors import ApiError, bad_request, unsupported
+from turnstile.server.exchange import Exchange
+from turnstile.server.frames import ChatFrames
+from turnstile.server.generation import Answer, Order, make_jobs
+from turnstile.server.grammar import grammar_of
+from turnstile.server.json_body import decode
+from turnstile.server.model import ServedModel
+from turnstile.server.parameters import deadline_of, make_params, priority_of
+from turnstile.server.prompts import TokenizedPrompt, off_loop, refuse_hopeless, truncate
+from turnstile.server.schemas import ChatRequest
+from turnstile.server.service import Service
+from turnstile.server.usage import Record
+from turnstile.text.chat import ChatInput, ChatPrompt
+from turnstile.text.errors import MessageError, TemplateError
+
+_COST_OF_A_MESSAGE = 64
+"""Characters a message counts for beside its content, when judging whether rendering is long."""
+
+
+async def chat_completions(service: Service, exchange: Exchange) -> None:
+    """Answer a conversation."""
+    model, _ = service.require_model()
+    config = service.config
+    body = await exchange.json_body(config.max_body_size, config.body_timeout)
+    request = decode(body, ChatRequest)
+    exchange.watch()
+    model.check_name(request.model)
+    params = make_params(request, model, config)
+    params.grammar = grammar_of(request, model)
+    deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
+    wishes = make_wishes(
+        request,
+        logprobs=bool(request.logprobs),
+        echo=False,
+        default_interval=config.stream_interval,
+    )
+    rendered = await render_chat(request, model, trust=config.trust_request_chat_template)
+    order = Order(
+        prompts=[TokenizedPrompt(rendered.token_ids)],
+        params=params,
+        default_max_tokens=None,
+        deadline=deadline,
+        priority=priority_of(request),
+        cache_salt=request.cache_salt,
+    )
+    record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
+    head = make_head("chatcmpl", model, request)
+    frames = ChatFrames(head, wishes, model.tokenizer.vocabulary, record)
+    await Answer(service, exchange, record, frames, stream=bool(request.stream)).run()
+
+
+async def render(service: Service, exchange: Exchange) -> None:
+    """Show the text and the ids a conversation becomes, without running it."""
+    model, _ = service.require_model()
+    config = service.config
+    body = await exchange.json_body(config.max_body_size, config.body_timeout)
+    request = decode(body, ChatRequest)
+    model.check_name(request.model)
+    rendered = await render_chat(request, model, trust=config.trust_request_chat_template)
+    await exchange.respond_json(
+        {
+            "prompt": rendered.text,
+            "prompt_token_ids": rendered.token_ids,
+            "count": len(rendered.token_ids),
+            "max_model_len": model.max_model_len,
+        }
+    )
+
+
+async def render_chat(request: ChatRequest, model: ServedModel, *, trust: bool) -> ChatPrompt:
+    """Text and ids of a conversation.
+
+    Raises :class:`ApiError` 400 with the template's own complaint where it has one, and for
+    what this server cannot do for a chat.
+    """
+    _refuse_unsupported(request, trust=trust)
+    chars = _characters(request.messages)
+    if request.truncate_prompt_tokens is None:
+        refuse_hopeless(chars, model)
+    continues = bool(request.continue_final_message)
+    chat = ChatInput(
+        messages=request.messages,
+        documents=request.documents,
+        add_generation_prompt=request.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        template=request.chat_template,
+        variables=request.chat_template_kwargs or {},
+    )
+    work = chars + _COST_OF_A_MESSAGE * len(request.messages)
+    prompt = await encode_chat(chat, model, work)
+    ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, model)
+    return ChatPrompt(prompt.text, ids)
+
+
+async def encode_chat(chat: ChatInput, model: ServedModel, work: int) -> ChatPrompt:
+    """Render and tokenize, in a thread where ``work`` characters make it long."""
+    try:
+        prompt = await off_loop(work, lambda: model.chat.encode(chat))
+    except MessageError as error:
+        raise bad_request(_sentence(error), error.param) from None
+    except TemplateError as error:
+        raise bad_request(_sentence(error), "messages") from None
+    except RecursionError:
+        raise bad_request("The messages are nested too deeply.", "messages") from None
+    if not prompt.token_ids:
+        raise bad_request("The conversation renders to nothing.", "messages")
+    return prompt
+
+
+def _sentence(error: Exception) -> str:
+    text = str(error)
+    return text if text.endswith((".", "!", "?")) else text + "."
+
+
+def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Characters of the texts in messages: fewer than the bytes the tokenizer will see."""
+    total = 0
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            total += len(content)
+        elif isinstance(content, list):
+            texts = (part.get("text") for part in content if isinstance(part, dict))
+            total += sum(len(text) for text in texts if isinstance(text, str))
+    return total
+
+
+def _refuse_unsupported(request: ChatRequest, *, trust: bool) -> None:
+    if request.tools and request.tool_choice != "none":
+        raise unsupported("Tools are not supported; leave tools out.", "tools")
+    if request.functions:
+        raise unsupported("Functions are not supported; leave functions out.", "functions")
+    if request.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice needs tools, which are not supported.", "tool_choice")
+    if request.modalities not in (None, ["text"]):
+        raise unsupported("Only text comes out of this server.", "modalities")
+    if request.chat_template is not None and not trust:
+        raise ApiError(
+            400,
+            "Chat templates in requests are not accepted here (--trust-request-chat-template).",
+            param="chat_template",
+            code="unsupported_parameter",
+        )

@@ -1,0 +1,54 @@
+"""Which web pages may call this server. By default none: no CORS header is ever sent.
+
+A preflight is answered without a key (browsers send none), and a refusal carries the headers
+too, or the page could not read why it was refused. Credentials are never allowed, so ``*`` is safe.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from turnstile.server.errors import Headers
+
+_ALLOWED_METHODS = b"GET, POST, OPTIONS"
+_DEFAULT_HEADERS = b"authorization, content-type, x-api-key, x-request-id"
+_EXPOSED = b"x-request-id, retry-after, retry-after-ms, openai-processing-ms"
+_MAX_AGE = b"600"
+
+
+class Cors:
+    """The origins an operator allowed."""
+
+    def __init__(self, origins: Sequence[str]) -> None:
+        self._any = "*" in origins
+        self._origins = frozenset(origin.rstrip("/").encode() for origin in origins)
+
+    def allows(self, origin: bytes) -> bool:
+        """Whether pages of ``origin`` may call."""
+        return self._any or origin in self._origins
+
+    def response_headers(self, origin: bytes | None) -> Headers:
+        """What to add to any answer to a page of ``origin``."""
+        if origin is None or not self.allows(origin):
+            return []
+        return [
+            (b"access-control-allow-origin", b"*" if self._any else origin),
+            (b"access-control-expose-headers", _EXPOSED),
+            (b"vary", b"Origin"),
+        ]
+
+    def preflight_headers(self, origin: bytes | None, asked: bytes | None) -> Headers:
+        """What to answer to OPTIONS; ``asked`` is Access-Control-Request-Headers."""
+        if origin is None or not self.allows(origin):
+            return []
+        return [
+            *self.response_headers(origin),
+            (b"access-control-allow-methods", _ALLOWED_METHODS),
+            (b"access-control-allow-headers", asked or _DEFAULT_HEADERS),
+            (b"access-control-max-age", _MAX_AGE),
+        ]
+
+
+def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
+    """The first value of a header; names in ASGI are lower case."""
+    return next((value for name, value in headers if name == wanted), None)

@@ -1,0 +1,227 @@
+"""One HTTP request and its answer: :class:`Exchange`.
+
+A thin layer over ASGI for the routes where time counts. A streaming answer writes straight to
+the server's ``send``: no response object, no middleware and no task sits between a token and the
+socket. One watcher waits for the client to go away and cancels the handler, whatever it is doing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from typing import Any
+
+import msgspec
+
+from turnstile.server.auth import Tenant
+from turnstile.server.cors import header
+from turnstile.server.errors import ApiError, Headers
+
+JSON = b"application/json"
+EVENT_STREAM = b"text/event-stream; charset=utf-8"
+_MAX_REQUEST_ID = 128
+
+
+class Exchange:
+    """An HTTP request on its way.
+
+    Attributes
+    ----------
+    id
+        The request id: the client's ``x-request-id``, or ours.
+    started
+        ``time.monotonic()`` at arrival.
+    tenant
+        Who is calling, once known.
+    status
+        Of the answer; 0 before its start, 499 where the client left before it.
+    notes
+        What the access log should say beside the usual: token counts, the finish reason.
+    write_began
+        When the write in progress began, None between writes: a reader that stalls shows here.
+    last_write
+        When bytes last went out.
+    """
+
+    __slots__ = (
+        "_receive",
+        "_send",
+        "_watcher",
+        "common_headers",
+        "disconnected",
+        "id",
+        "last_write",
+        "notes",
+        "scope",
+        "started",
+        "status",
+        "tenant",
+        "write_began",
+    )
+
+    def __init__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        self.scope = scope
+        self._receive = receive
+        self._send = send
+        self._watcher: asyncio.Task[None] | None = None
+        self.id = _request_id(scope["headers"])
+        self.started = time.monotonic()
+        self.common_headers: Headers = [(b"x-request-id", self.id.encode())]
+        self.tenant = Tenant("default")
+        self.status = 0
+        self.notes: dict[str, object] = {}
+        self.disconnected = False
+        self.write_began: float | None = None
+        self.last_write = self.started
+
+    @property
+    def method(self) -> str:
+        """The verb, in capitals."""
+        return str(self.scope["method"])
+
+    @property
+    def path(self) -> str:
+        """The path, without the query."""
+        return str(self.scope["path"])
+
+    def header(self, name: bytes) -> bytes | None:
+        """The first value of a request header (lower-case name)."""
+        return header(self.scope["headers"], name)
+
+    # -- the request ------------------------------------------------------------------------
+
+    async def body(self, limit: int, timeout: float) -> bytes:
+        """The whole body, at most ``limit`` bytes, within ``timeout`` seconds.
+
+        Raises
+        ------
+        ApiError
+            413 for more (known from Content-Length before a byte is read, or counted), 408 for
+            a client that is too slow, 400 for a Content-Length that is none.
+        """
+        declared = self.header(b"content-length")
+        if declared is not None:
+            if not declared.isdigit():
+                raise ApiError(400, "The Content-Length header is not a number.")
+            if int(declared) > limit:
+                raise _too_large(limit)
+        try:
+            async with asyncio.timeout(timeout):
+                return await self._read(limit)
+        except TimeoutError:
+            raise ApiError(
+                408,
+                f"The request body did not arrive within {timeout:g} seconds.",
+                headers=[(b"connection", b"close")],
+            ) from None
+
+    async def _read(self, limit: int) -> bytes:
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                self.disconnected = True
+                raise asyncio.CancelledError
+            piece = message.get("body", b"")
+            size += len(piece)
+            if size > limit:
+                raise _too_large(limit)
+            pieces.append(piece)
+            if not message.get("more_body", False):
+                return b"".join(pieces)
+
+    async def json_body(self, limit: int, timeout: float) -> bytes:
+        """Like :meth:`body`, for a route that takes JSON and nothing else (415)."""
+        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+            raise ApiError(415, "Send the body as JSON, with 'Content-Type: application/json'.")
+        return await self.body(limit, timeout)
+
+    def watch(self) -> None:
+        """From now on cancel the calling task when the client goes away. The body must have been
+        read.
+        """
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def wait() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.disconnected = True
+            task.cancel()
+
+        self._watcher = asyncio.get_running_loop().create_task(wait())
+
+    def unwatch(self) -> None:
+        """Stop watching: the answer is complete."""
+        if self._watcher is not None:
+            self._watcher.cancel()
+            self._watcher = None
+
+    # -- the answer -------------------------------------------------------------------------
+
+    async def respond(
+        self,
+        body: bytes,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: Headers | None = None,
+    ) -> None:
+        """Answer in one piece."""
+        self.unwatch()
+        length = (b"content-length", b"%d" % len(body))
+        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def respond_json(self, value: object, status: int = 200) -> None:
+        """Answer with ``value`` as JSON."""
+        await self.respond(msgspec.json.encode(value), status)
+
+    async def start_stream(self) -> None:
+        """Send the head of an event stream."""
+        await self._start(
+            200,
+            [
+                (b"content-type", EVENT_STREAM),
+                (b"cache-control", b"no-cache"),
+                (b"x-accel-buffering", b"no"),
+            ],
+        )
+
+    async def write(self, data: bytes, now: float) -> None:
+        """Send a piece of a stream. Returns at once unless the client has stopped reading."""
+        self.write_began = now
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+        self.write_began = None
+        self.last_write = now
+
+    async def end_stream(self, data: bytes = b"") -> None:
+        """Send the last piece."""
+        self.unwatch()
+        await self._send({"type": "http.response.body", "body": data})
+
+    async def _start(self, status: int, headers: Headers) -> None:
+        self.status = status
+        milliseconds = (time.monotonic() - self.started) * 1000
+        headers += [(b"openai-processing-ms", b"%d" % milliseconds), *self.common_headers]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _too_large(limit: int) -> ApiError:
+    # The connection stays open: closing it with data unread would reset it, and the client would
+    # see the reset instead of this answer. The server reads the rest and throws it away.
+    return ApiError(
+        413,
+        f"The request body is larger than {limit} bytes (--max-body-size).",
+        code="request_too_large",
+    )
+
+
+def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
+    """The client's id where it is short and printable, else one of ours."""
+    given = header(headers, b"x-request-id")
+    if given and len(given) <= _MAX_REQUEST_ID and all(33 <= byte < 127 for byte in given):
+        return given.decode("ascii")
+    return f"req-{uuid.uuid4().hex}"

@@ -1,0 +1,322 @@
+"""From a checked request to its answer: gate, engine, and the loop that follows the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from dataclasses import dataclass
+
+from turnstile.engine.client import Generation
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import Row
+from turnstile.server.choices import Choice, Job
+from turnstile.server.errors import (
+    ApiError,
+    bad_request,
+    deadline_exceeded,
+    from_exception,
+    internal_error,
+)
+from turnstile.server.exchange import Exchange
+from turnstile.server.frames import Frames
+from turnstile.server.gate import Work
+from turnstile.server.model import ServedModel
+from turnstile.server.parameters import final_max_tokens, make_seed
+from turnstile.server.prompts import TokenizedPrompt
+from turnstile.server.service import Service
+from turnstile.server.sse import DONE, error_frames
+from turnstile.server.usage import Record
+from turnstile.text.output import TextOptions
+from turnstile.text.stop import StopAutomaton
+
+logger = logging.getLogger("turnstile.server")
+
+
+@dataclass(slots=True, kw_only=True)
+class Order:
+    """A request, checked and tokenized: what the two endpoints have in common."""
+
+    prompts: list[TokenizedPrompt]
+    params: SamplingParams
+    default_max_tokens: int | None
+    deadline: float | None
+    priority: int
+    cache_salt: str | None
+    echo: bool = False
+    keep: int | None = None
+    """Of each prompt's samples only the likeliest ``keep`` are returned (``best_of``)."""
+
+
+def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exchange) -> list[Job]:
+    """One job a prompt. Everything that could be refused is refused here, before any is queued."""
+    params = order.params
+    if len(order.prompts) * params.n > service.config.max_choices:
+        raise bad_request(
+            f"{len(order.prompts)} prompts × n={params.n} are more than "
+            f"{service.config.max_choices} choices; split the request.",
+            "n",
+        )
+    client_stop_ids = params.stop_token_ids
+    if not params.ignore_eos:
+        own = model.tokenizer.stop_ids.union(model.defaults.eos_ids)
+        params.stop_token_ids = [*client_stop_ids, *sorted(own.difference(client_stop_ids))]
+    automaton = StopAutomaton(params.stop) if params.stop else None
+    common = uuid.uuid4().hex
+    jobs = []
+    for place, prompt in enumerate(order.prompts):
+        max_tokens = final_max_tokens(
+            params.max_tokens, len(prompt.ids), model, order.default_max_tokens
+        )
+        service.engine.check_fits(len(prompt.ids), max_tokens, params.n)
+        if order.echo and prompt.text is None:
+            prompt.text = model.tokenizer.decode(prompt.ids, skip_special_tokens=True)
+        generation = Generation(
+            request_id=common if len(order.prompts) == 1 else f"{common}-{place}",
+            prompt=prompt.ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=make_seed(params.seed),
+            n=params.n,
+            tenant=exchange.tenant.name,
+            weight=exchange.tenant.weight,
+            priority=order.priority,
+            arrival=exchange.started,
+            deadline=order.deadline,
+            salt=_salt(service, exchange, order.cache_salt),
+        )
+        options = TextOptions(
+            stop=automaton,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            min_tokens=params.min_tokens,
+            logprobs=params.logprobs is not None,
+            offset=len(prompt.text or "") if order.echo else 0,
+        )
+        jobs.append(
+            Job(
+                generation,
+                prompt,
+                client_stop_ids,
+                model.tokenizer.vocabulary,
+                options,
+                first_index=place * (order.keep or params.n),
+            )
+        )
+    return jobs
+
+
+def _salt(service: Service, exchange: Exchange, own: str | None) -> bytes:
+    """Who may share prefix-cache pages with this request: equal salts only."""
+    tenant = exchange.tenant.name if service.config.prefix_sharing == "tenant" else ""
+    if tenant == "default":
+        tenant = ""
+    return f"{tenant}\0{own}".encode() if own else tenant.encode()
+
+
+class Answer:
+    """Runs the jobs of one request and writes the answer.
+
+    Use :meth:`run`; whatever happens, the engine and the gate are free of it afterwards.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        exchange: Exchange,
+        record: Record,
+        frames: Frames,
+        *,
+        stream: bool,
+        keep: int | None = None,
+    ) -> None:
+        self._service = service
+        self._exchange = exchange
+        self._record = record
+        self._frames = frames
+        self._stream = stream
+        self._keep = keep
+        self._metrics = service.metrics
+
+    async def run(self) -> None:
+        """Queue the jobs and answer the client. Raises :class:`ApiError` while that can still be
+        a status.
+        """
+        record = self._record
+        self._metrics.request_began()
+        try:
+            self._accept()
+            if self._stream:
+                await self._answer_stream()
+            else:
+                await self._answer_at_once()
+        finally:
+            now = self._service.clock()
+            for job in record.jobs:
+                job.release(now)
+            self._metrics.request_ended(record, self._outcome())
+            self._note()
+
+    def _outcome(self) -> str:
+        if self._record.accepted is None:
+            return "refused"
+        finishes = [choice.finish for job in self._record.jobs for choice in job.choices]
+        return "abort" if None in finishes else str(finishes[0])
+
+    def _note(self) -> None:
+        record = self._record
+        self._exchange.notes.update(
+            prompt_tokens=record.num_prompt,
+            cached_tokens=record.num_cached,
+            completion_tokens=record.num_output,
+            finish_reason=self._outcome(),
+        )
+        if record.first_token is not None:
+            self._exchange.notes["ttft_ms"] = round((record.first_token - record.arrived) * 1e3, 1)
+
+    def _accept(self) -> None:
+        """Pass the gate with all jobs or none, and hand them to the engine."""
+        service, jobs = self._service, self._record.jobs
+        _, gate = service.require_model()
+        now = service.clock()
+        works = [
+            Work(
+                tenant=job.generation.tenant,
+                prompt_tokens=job.num_prompt,
+                max_tokens=job.generation.max_tokens,
+                n=job.generation.n,
+            )
+            for job in jobs
+        ]
+        for job, place in zip(jobs, gate.enter(works, now), strict=True):
+            job.place = place
+        self._record.accepted = now
+        for job in jobs:
+            job.stream = service.engine.submit(job.generation)
+
+    # -- two ways to answer -------------------------------------------------------------------
+
+    async def _answer_at_once(self) -> None:
+        await self._follow_all()
+        choices = [choice for job in self._record.jobs for choice in self._kept(job)]
+        await self._exchange.respond(self._frames.body(choices))
+
+    def _kept(self, job: Job) -> list[Choice]:
+        """The choices to return: with ``best_of``, the likeliest per token, best first."""
+        if self._keep is None or self._keep >= len(job.choices):
+            return job.choices
+        ranked = sorted(
+            job.choices, key=lambda c: c.logprob_sum / max(1, c.num_tokens), reverse=True
+        )[: self._keep]
+        first = job.choices[0].index
+        for place, choice in enumerate(ranked):
+            choice.index = first + place
+        return ranked
+
+    async def _answer_stream(self) -> None:
+        exchange = self._exchange
+        await exchange.start_stream()
+        self._service.stream_began(exchange)
+        try:
+            await self._follow_all()
+            last = self._frames.usage_frame() + DONE
+        except Exception as error:
+            last = error_frames(self._error(error).body())
+        finally:
+            self._service.stream_ended(exchange)
+        await exchange.end_stream(last)
+
+    def _error(self, error: Exception) -> ApiError:
+        known = from_exception(error)
+        if known is None:
+            logger.exception("Request %s failed", self._exchange.id, exc_info=error)
+            known = internal_error()
+        self._exchange.notes["error"] = known.code or known.kind
+        return known
+
+    # -- following the tokens -----------------------------------------------------------------
+
+    async def _follow_all(self) -> None:
+        jobs = self._record.jobs
+        if len(jobs) == 1:
+            await self._follow(jobs[0])
+            return
+        try:
+            async with asyncio.TaskGroup() as group:
+                for job in jobs:
+                    group.create_task(self._follow(job))
+        except* Exception as errors:
+            raise _first_error(errors) from None
+
+    async def _follow(self, job: Job) -> None:
+        """Take a job's rows as they come, until its last sample has ended."""
+        stream, exchange, clock = job.stream, self._exchange, self._service.clock
+        step = self._frames.step if self._stream else None
+        assert stream is not None
+        async for rows in stream:
+            now = clock()
+            pieces: list[bytes] = []
+            for row in rows:
+                choice = job.choices[row.sample_index]
+                if choice.finish is not None:
+                    continue  # sent before the engine heard of the stop string
+                self._take(job, choice, row, now)
+                if step is not None and (row.tokens or choice.finish is not None):
+                    pieces.append(step(choice))
+            if pieces:
+                data = b"".join(pieces) if len(pieces) > 1 else pieces[0]
+                if data:
+                    await exchange.write(data, now)
+            if not job.unfinished:
+                return
+        if job.unfinished:
+            raise internal_error("The engine ended this request without an answer.")
+
+    def _take(self, job: Job, choice: Choice, row: Row, now: float) -> None:
+        record = self._record
+        if row.error is not None or row.finish == "error":
+            choice.finish = "error"
+            job.unfinished -= 1
+            raise internal_error(row.error or "The engine could not compute this request.")
+        if row.finish == "timeout" and not record.num_output and not row.tokens:
+            choice.finish = "timeout"
+            job.unfinished -= 1
+            raise deadline_exceeded()
+        taken = choice.take(row)
+        if row.cached_tokens > job.cached_tokens:
+            job.cached_tokens = row.cached_tokens
+        if row.prompt_logprobs:
+            job.prompt_logprobs += row.prompt_logprobs
+        if taken:
+            self._time(choice, taken, now)
+        if not job.computed and (taken or choice.finish in ("stop", "length")):
+            job.computed = True
+            self._metrics.prompt_computed(job)
+            if job.place is not None:
+                job.place.start(now)
+        if choice.finish is not None:
+            job.unfinished -= 1
+            if row.finish is None and job.stream is not None:
+                job.stream.cancel(row.sample_index, "stop")
+
+    def _time(self, choice: Choice, taken: int, now: float) -> None:
+        """Note when tokens arrived. k tokens make k - 1 gaps; the first one's wait is TTFT."""
+        record, metrics = self._record, self._metrics
+        if record.first_token is None:
+            record.first_token = now
+            metrics.first_token(now - record.arrived)
+        if choice.last_time is not None:
+            gap = now - choice.last_time
+            record.gaps += taken
+            record.gap_sum += gap
+            metrics.next_tokens(gap, taken)
+        choice.last_time = record.last_token = now
+        metrics.generated_tokens += taken
+
+
+def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, Exception)
+    return error

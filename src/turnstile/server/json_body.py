@@ -1,0 +1,84 @@
+"""From bytes to a typed request, or a 400 that names the field."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from typing import Any, TypeVar
+
+import msgspec
+
+from turnstile.server.errors import ApiError, bad_request
+
+logger = logging.getLogger("turnstile.server")
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+_AT = re.compile(r" - at `(key )?(?:in )?\$?([^`]*)`$")
+_EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_MISSING = re.compile(r"Object missing required field `([^`]*)`")
+_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+    "null": "null",
+}
+_UNKNOWN_SHOWN = 20
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """Parse ``body`` as a ``kind``.
+
+    Unknown fields are ignored, with a debug line that names them. Raises :class:`ApiError` 400:
+    ``invalid_json`` for what is no JSON, else with ``param`` set to the field at fault.
+    """
+    try:
+        request: T = _decoder(kind).decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except msgspec.DecodeError as error:
+        raise bad_request(
+            f"The body is not valid JSON ({str(error)[:100]}).", code="invalid_json"
+        ) from None
+    except RecursionError:
+        raise bad_request("The body is nested too deeply.", code="invalid_json") from None
+    if logger.isEnabledFor(logging.DEBUG):
+        _log_unknown(body, kind)
+    return request
+
+
+@functools.cache
+def _decoder(kind: type[Any]) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(kind)
+
+
+def _field_error(text: str) -> ApiError:
+    at = _AT.search(text)
+    path = re.sub(r"\[(\w+)\]", r".\1", at.group(2)).replace("[...]", ".*") if at else ""
+    param = path.lstrip(".").removesuffix(".*") or None
+    reason = text[: at.start()] if at else text
+    missing = _MISSING.search(reason)
+    if missing:
+        param = f"{param}.{missing.group(1)}" if param else missing.group(1)
+        return bad_request(f"{param} is required.", param)
+    expected = _EXPECTED.search(reason)
+    name = param or "The body"
+    if expected:
+        wanted = [_WORDS.get(word, word) for word in expected.group(1).split(" | ")]
+        got = _WORDS.get(expected.group(2), expected.group(2))
+        return bad_request(f"{name} must be {' or '.join(wanted)}, not {got}.", param)
+    return bad_request(f"{name}: {reason[:200]}.", param)
+
+
+def _log_unknown(body: bytes, kind: type[msgspec.Struct]) -> None:
+    """Name the top-level fields nobody reads: a typo in one is otherwise hard to find."""
+    given: dict[str, Any] = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+    unknown = sorted(given.keys() - set(kind.__struct_encode_fields__))
+    if unknown:
+        shown = ", ".join(repr(name[:64]) for name in unknown[:_UNKNOWN_SHOWN])
+        more = len(unknown) - _UNKNOWN_SHOWN
+        logger.debug("Ignored unknown fields: %s%s", shown, f" and {more} more" if more > 0 else "")

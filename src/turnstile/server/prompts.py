@@ -1,0 +1,124 @@
+"""From prompts as clients send them to token ids, without holding up the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from turnstile.server.errors import ApiError, bad_request
+from turnstile.server.model import ServedModel
+from turnstile.server.schemas import CompletionRequest, Prompt
+
+T = TypeVar("T")
+
+OFF_LOOP_CHARS = 16_384
+"""Work on longer text than this happens in a thread: probes and streams must not wait for it."""
+
+_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="turnstile-text")
+
+
+@dataclass(slots=True)
+class TokenizedPrompt:
+    """A prompt ready for the engine. ``text`` is what the client sent, None where it sent ids."""
+
+    ids: list[int]
+    text: str | None = None
+
+
+async def off_loop(chars: int, work: Callable[[], T]) -> T:
+    """Do ``work`` on ``chars`` characters: here where they are few, else in a thread."""
+    if chars <= OFF_LOOP_CHARS:
+        return work()
+    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+
+
+async def completion_prompts(
+    request: CompletionRequest, model: ServedModel
+) -> list[TokenizedPrompt]:
+    """Tokenize and check every prompt of a completion, all or none.
+
+    Raises :class:`ApiError` 400 that says which prompt is wrong, and how.
+    """
+    prompts = _as_list(request.prompt)
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if request.truncate_prompt_tokens is None:
+        for text in texts:
+            refuse_hopeless(len(text.encode("utf-8", "surrogatepass")), model)
+    add_special = request.add_special_tokens is not False
+    tokenizer = model.tokenizer
+    encoded = await off_loop(
+        sum(map(len, texts)),
+        lambda: tokenizer.encode_batch(texts, add_special_tokens=add_special),
+    )
+    remaining = iter(encoded)
+    done: list[TokenizedPrompt] = []
+    for place, prompt in enumerate(prompts):
+        where = "prompt" if len(prompts) == 1 else f"prompt.{place}"
+        if isinstance(prompt, str):
+            ids: list[int] = next(remaining)
+        else:
+            ids = prompt
+            check_ids(ids, model.vocab_size, where)
+        if not ids:
+            raise bad_request(f"{where} is empty; send at least one token.", where)
+        kept = truncate(ids, request.truncate_prompt_tokens, model)
+        whole = isinstance(prompt, str) and len(kept) == len(ids)
+        done.append(TokenizedPrompt(kept, str(prompt) if whole else None))
+    return done
+
+
+def _as_list(prompt: Prompt | None) -> Sequence[str | list[int]]:
+    """The prompts of a request: one text, one list of ids, or a list of either."""
+    if prompt is None:
+        raise bad_request("prompt is required.", "prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt is empty; send at least one token.", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [prompt]  # type: ignore[list-item]
+    if any(isinstance(item, int) for item in prompt):
+        raise bad_request("prompt mixes token ids with prompts; send one or the other.", "prompt")
+    return prompt  # type: ignore[return-value]
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    """Raise :class:`ApiError` 400 for the first id outside the vocabulary."""
+    if ids and (min(ids) < 0 or max(ids) >= vocab_size):
+        place, wrong = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        shown = str(wrong) if abs(wrong) < 10**20 else "a huge number"
+        raise bad_request(
+            f"{where}.{place}: {shown} is no token id; ids go from 0 to {vocab_size - 1}.", where
+        )
+
+
+def refuse_hopeless(num_bytes: int, model: ServedModel) -> None:
+    """Raise :class:`ApiError` 400 for text that cannot fit, before any time goes into it."""
+    least = model.tokenizer.min_tokens(num_bytes)
+    limit = model.max_model_len
+    if least >= limit:
+        raise ApiError(
+            400,
+            f"The prompt is {num_bytes} bytes, which is at least {least} tokens; the context is "
+            f"{limit} tokens, the output included. Shorten the prompt.",
+            param="prompt",
+            code="context_length_exceeded",
+            extra={"n_prompt_tokens": least, "n_ctx": limit},
+        )
+
+
+def truncate(ids: list[int], keep: int | None, model: ServedModel) -> list[int]:
+    """The last ``keep`` ids; -1 keeps as many as leave room for one token of output."""
+    if keep is None:
+        return ids
+    most = model.max_model_len - 1
+    if keep == -1:
+        keep = most
+    if not 1 <= keep <= most:
+        raise bad_request(
+            f"truncate_prompt_tokens must be -1 or from 1 to {most}.", "truncate_prompt_tokens"
+        )
+    return ids[-keep:]

@@ -1,0 +1,147 @@
+"""What every route needs, in one place: :class:`Service`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+from turnstile.engine.client import EngineClient, EngineState
+from turnstile.server.auth import KeyRing
+from turnstile.server.config import ServerConfig
+from turnstile.server.cors import Cors
+from turnstile.server.errors import ApiError, model_loading, shutting_down
+from turnstile.server.exchange import Exchange
+from turnstile.server.gate import Gate, StaticGate
+from turnstile.server.metrics import Metrics
+from turnstile.server.model import ServedModel
+from turnstile.server.sse import KEEP_ALIVE
+
+logger = logging.getLogger("turnstile.server")
+
+_TICK = 0.5
+"""Seconds between two looks at the live streams."""
+
+
+class Phase(StrEnum):
+    """The life of the server. In ``FAILED`` the engine cannot be brought (back) to life."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    FAILED = "failed"
+
+
+class Service:
+    """The server's state: configuration, engine, model, who is inside.
+
+    ``model`` and ``gate`` are there from ``READY`` on; :meth:`require_model` hands them out or
+    raises the 503 that says why not.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: EngineClient,
+        *,
+        environment: dict[str, object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.environment = environment or {}
+        self.clock = clock
+        self.keys = KeyRing(config.api_key, config.admin_api_key)
+        self.cors = Cors(config.allowed_origins)
+        self.metrics = Metrics(engine)
+        self.phase = Phase.LOADING
+        self.model: ServedModel | None = None
+        self.gate: Gate | None = None
+        self.live: set[Exchange] = set()
+        self._streams: dict[Exchange, asyncio.Task[None]] = {}
+        self._ticker: asyncio.Task[None] | None = None
+
+    def ready(self, model: ServedModel) -> None:
+        """The engine runs and the tokenizer is there: take requests from now on."""
+        info = self.engine.info
+        assert info is not None
+        self.model = model
+        self.gate = StaticGate(
+            info.max_num_seqs, self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
+        )
+        self.metrics.ready(model.name, info, self.gate)
+        if self.phase is Phase.LOADING:
+            self.phase = Phase.READY
+
+    def drain(self) -> None:
+        """Take no new requests."""
+        self.phase = Phase.DRAINING
+
+    def require_model(self) -> tuple[ServedModel, Gate]:
+        """The model and the gate. Raises :class:`ApiError` 503 when no request can be taken."""
+        if self.phase is Phase.DRAINING:
+            raise shutting_down()
+        if self.phase is Phase.FAILED:
+            raise ApiError(
+                503, "The engine has failed and cannot be restarted.", code="engine_dead"
+            )
+        if self.phase is Phase.LOADING or self.model is None or self.gate is None:
+            raise model_loading()
+        return self.model, self.gate
+
+    @property
+    def healthy(self) -> bool:
+        """Alive: the engine works, or is on its way."""
+        return self.phase is not Phase.FAILED and (
+            self.phase is Phase.LOADING or self.engine.healthy
+        )
+
+    @property
+    def accepting(self) -> bool:
+        """Ready for traffic."""
+        return (
+            self.phase is Phase.READY
+            and self.engine.state is EngineState.READY
+            and self.engine.healthy
+        )
+
+    # -- live streams -----------------------------------------------------------------------
+
+    def stream_began(self, exchange: Exchange) -> None:
+        """Look after the calling task's stream: keep it alive, end it if its reader stalls."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._streams[exchange] = task
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+
+    def stream_ended(self, exchange: Exchange) -> None:
+        """The stream is complete or gone."""
+        self._streams.pop(exchange, None)
+
+    async def _tick(self) -> None:
+        """One timer for all streams, so that a token costs none; it ends when the last one does."""
+        try:
+            while self._streams:
+                await asyncio.sleep(_TICK)
+                now = self.clock()
+                for exchange, task in list(self._streams.items()):
+                    await self._look_after(exchange, task, now)
+        finally:
+            self._ticker = None
+
+    async def _look_after(self, exchange: Exchange, task: asyncio.Task[None], now: float) -> None:
+        began = exchange.write_began
+        if began is not None:
+            if now - began > self.config.stalled_reader_timeout:
+                exchange.notes["stalled_reader"] = True
+                self._streams.pop(exchange, None)
+                task.cancel()
+            return
+        interval = self.config.sse_keep_alive_interval
+        if 0 < interval <= now - exchange.last_write:
+            # A write that blocks here would hold up all other streams: only start it.
+            exchange.last_write = now
+            asyncio.ensure_future(exchange.write(KEEP_ALIVE, now))  # noqa: RUF006
