@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
 import pytest
+
 from server.fake_engine import FakeEngine
 from server.served import Serve, Served
 from tiny_models import make_tiny_llama
-
 from turnstile.models.generation import GenerationDefaults
 from turnstile.server.app import App
 from turnstile.server.config import ServerConfig
@@ -26,7 +26,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @pytest.fixture
-def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
+def serve(tokenizer: Tokenizer) -> Serve:
     """``async with serve("what the model says", max_num_seqs=1, config={…}) as served:``."""
 
     @asynccontextmanager
@@ -65,4 +65,4 @@ def serve(tokenizer: Tokenizer) -> Iterator[Serve]:
             stream.cancel()
         await asyncio.sleep(0)
 
-    yield start
+    return start

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from server.fake_engine import FakeEngine
 
+from server.fake_engine import FakeEngine
 from turnstile.server.app import App
 from turnstile.server.service import Service
 from turnstile.text.tokenizer import Tokenizer

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+
 from server.served import Serve, events, joined
 
 
