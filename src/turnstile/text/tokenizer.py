@@ -60,6 +60,19 @@ class Tokenizer:
         """Build from a Hugging Face directory with ``tokenizer.json``."""
         return cls(load_directory_parts(directory))
 
+    @classmethod
+    def from_path(cls, path: str | Path) -> Tokenizer:
+        """Build from a ``.gguf`` file, a Hugging Face directory, or a file in one.
+
+        Raises :class:`TokenizerError`, or what reading a damaged GGUF file raises.
+        """
+        path = Path(path)
+        if path.suffix != ".json" and not path.is_dir():
+            from turnstile.models.gguf import read_gguf
+
+            return cls.from_gguf(read_gguf(path).metadata)
+        return cls.from_directory(path if path.is_dir() else path.parent)
+
     # -- the vocabulary -----------------------------------------------------------------------
 
     @property

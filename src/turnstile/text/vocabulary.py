@@ -79,11 +79,12 @@ class Vocabulary:
         Tokens that are only part of a character are written as OpenAI does, ``bytes:\xf0\x9f``,
         so that two different ones keep different names.
         """
-        data = self.token_bytes(token_id)
-        text = _whole_text(data)
+        if not 0 <= token_id < len(self.text_of):
+            return ""
+        text = self.text_of[token_id]
         if text is not None:
             return text
-        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.bytes_of[token_id])
 
 
 def _whole_text(data: bytes) -> str | None:
