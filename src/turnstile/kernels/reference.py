@@ -108,10 +108,10 @@ class _Workspace:
     ids: Tensor
     positions: Tensor
     logit_rows: Tensor
-    hidden: Tensor
-    q: Tensor = field(default_factory=lambda: torch.empty(0))
-    attended: Tensor = field(default_factory=lambda: torch.empty(0))
-    activated: Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden: Tensor = field(init=False)
+    q: Tensor = field(init=False)
+    attended: Tensor = field(init=False)
+    activated: Tensor = field(init=False)
     rotations: dict[_Rope, tuple[Tensor, Tensor]] = field(default_factory=dict)
     plans: dict[AttentionShape, AttentionPlan] = field(default_factory=dict)
     writes: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
@@ -209,7 +209,6 @@ class ReferenceBackend(Backend):
 
     def begin(self, batch: FlatBatch) -> Opaque:
         """Move the batch to the device, padded to whole tiles in exact mode."""
-        rows = self._padded(batch.num_tokens)
 
         def padded(values: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:
             wide = np.zeros(self._padded(len(values)), np.int64)
@@ -222,7 +221,6 @@ class ReferenceBackend(Backend):
             ids=padded(batch.ids),
             positions=padded(batch.positions),
             logit_rows=padded(batch.logit_rows),
-            hidden=torch.empty(rows, 0, device=self.device),
         )
 
     def embed(self, embedding: Opaque, workspace: Opaque) -> None:

@@ -110,21 +110,24 @@ def checked(config: ModelConfig, where: str) -> ModelConfig:
 
 
 def _rope_problems(rope: RopeConfig) -> list[str]:
+    """Also keeps numbers so large or small that the arithmetic of RoPE would overflow."""
     problems = []
-    if not rope.theta > 1:
+    if not 1 < rope.theta < 1e15:
         problems.append(f"the RoPE base is {rope.theta}")
-    if not rope.factor > 0:
+    if not 1e-6 < rope.factor < 1e6:
         problems.append(f"the RoPE factor is {rope.factor}")
-    if rope.kind in ("llama3", "yarn") and rope.original_positions < 1:
-        problems.append(f"RoPE scaling {rope.kind} lacks the original context")
-    if rope.kind == "llama3" and not rope.low_frequency < rope.high_frequency:
+    if rope.kind in ("llama3", "yarn") and not 1 <= rope.original_positions < 1 << 31:
+        problems.append(f"the original context of RoPE is {rope.original_positions}")
+    if rope.kind == "llama3" and not rope.high_frequency - rope.low_frequency > 1e-6:
         problems.append("the llama3 RoPE frequencies are not ascending")
-    if rope.kind == "yarn" and not 0 < rope.beta_slow < rope.beta_fast:
+    if rope.kind == "yarn" and not 1e-6 < rope.beta_slow < rope.beta_fast < 1e6:
         problems.append("the YaRN betas are not ascending")
+    if rope.attention_factor is not None and not 0 < rope.attention_factor < 1e6:
+        problems.append(f"the YaRN attention factor is {rope.attention_factor}")
     if rope.kind == "factors" and len(rope.factors) != rope.head_dim // 2:
         problems.append(f"{len(rope.factors)} RoPE factors for {rope.head_dim // 2} pairs")
-    if any(not factor > 0 for factor in rope.factors):
-        problems.append("a RoPE factor is not positive")
+    if not all(1e-6 < factor < 1e6 for factor in rope.factors):
+        problems.append("a RoPE factor is out of range")
     return problems
 
 

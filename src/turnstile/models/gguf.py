@@ -107,7 +107,8 @@ def read_gguf(path: Path | str) -> GgufFile:
     reader = _Reader(file)
     version, num_tensors, num_entries = reader.header()
     metadata = reader.metadata(num_entries)
-    if metadata.get("split.count", 0) not in (0, 1):
+    parts = metadata.get("split.count", 0)
+    if not isinstance(parts, int) or parts > 1:
         raise UnsupportedModelError(
             f"{path} is one part of a split GGUF; join the parts first "
             "(llama-gguf-split --merge FIRST-PART OUTPUT)."

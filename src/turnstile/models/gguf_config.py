@@ -113,7 +113,7 @@ class _Keys:
 def _family(gguf: GgufFile) -> Family:
     name = gguf.metadata.get("general.architecture")
     for family in FAMILIES:
-        if family.gguf_architecture == name:
+        if isinstance(name, str) and family.gguf_architecture == name:
             return family
     raise UnsupportedModelError(
         f"{gguf.path}: the architecture {name!r} is not known; known are "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,9 +70,14 @@ class JsonObject:
             value = default
         if value is None:
             raise CorruptFileError(f"{self.path} lacks {key}.")
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or kind(value) != value:
-            raise CorruptFileError(f"{self.path}: {key} is {value!r}, which is no {kind.__name__}.")
-        return kind(value)
+        try:
+            if isinstance(value, (int, float)) and not isinstance(value, bool):
+                number = kind(value)
+                if number == value and math.isfinite(number):
+                    return number
+        except (ValueError, OverflowError):  # int(nan), int(inf), float(10**400)
+            pass
+        raise CorruptFileError(f"{self.path}: {key} is {value!r}, which is no {kind.__name__}.")
 
 
 def config_from_json(path: Path) -> ModelConfig:
@@ -119,6 +125,8 @@ def config_from_json(path: Path) -> ModelConfig:
 
 def _family(data: JsonObject) -> Family:
     named = data.data.get("architectures") or []
+    if not isinstance(named, list):
+        raise CorruptFileError(f"{data.path}: architectures is {named!r}, which is no list.")
     if not named:  # some older checkpoints give only the type
         named = [f.hf_architecture for f in FAMILIES if f.name == data.data.get("model_type")]
     for family in FAMILIES:
@@ -178,7 +186,7 @@ def _rope(data: JsonObject, head_dim: int, max_positions: int) -> tuple[RopeConf
         return rope, max_positions
     if kind == "yarn":
         rope = _yarn(scaling, RopeConfig(theta, head_dim, "yarn", factor, original))
-        return rope, max(max_positions, int(original * factor))
+        return rope, max(max_positions, int(min(original * factor, 1 << 30)))
     raise UnsupportedModelError(
         f"{data.path}: RoPE scaling {kind!r} is not known; known are linear, llama3, yarn, dynamic."
     )
@@ -189,8 +197,11 @@ def _yarn(scaling: JsonObject, plain: RopeConfig) -> RopeConfig:
     if scaling.data.get("attention_factor") is not None:
         attention = scaling.number("attention_factor")
     elif scaling.data.get("mscale") and scaling.data.get("mscale_all_dim"):
-        attention = yarn_attention_factor(plain.factor, scaling.number("mscale"))
-        attention /= yarn_attention_factor(plain.factor, scaling.number("mscale_all_dim"))
+        weights = scaling.number("mscale"), scaling.number("mscale_all_dim")
+        if not all(0 < weight < 1e3 for weight in weights):
+            raise CorruptFileError(f"{scaling.path}: mscale and mscale_all_dim are {weights}.")
+        above, below = (yarn_attention_factor(plain.factor, weight) for weight in weights)
+        attention = above / below
     return RopeConfig(
         plain.theta,
         plain.head_dim,

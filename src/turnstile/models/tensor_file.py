@@ -94,9 +94,6 @@ class TensorFiles:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
-    def __iter__(self) -> object:
-        return iter(self._places)
-
     def names(self) -> list[str]:
         """All names, in file order."""
         return list(self._places)
