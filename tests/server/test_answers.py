@@ -341,3 +341,20 @@ def test_prompt_logprobs_cover_every_prompt_token(serve: Serve) -> None:
             assert choice["prompt_logprobs"][1]["71"]["rank"] == 1
 
     asyncio.run(test())
+
+
+# B69: what is asked of the output's shape reaches the engine.
+def test_a_response_format_becomes_a_grammar(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            for fields, word in (
+                ({"response_format": {"type": "json_object"}}, "json_schema"),
+                ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes"),
+            ):
+                assert (await served.chat(**fields, max_tokens=1)).status_code == 200
+                assert word in (served.engine.streams[-1].generation.params.grammar or "")
+            text = {"response_format": {"type": "text"}}
+            assert (await served.chat(**text, max_tokens=1)).status_code == 200
+            assert served.engine.streams[-1].generation.params.grammar is None
+
+    asyncio.run(test())

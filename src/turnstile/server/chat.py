@@ -34,7 +34,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     exchange.watch()
     model.check_name(request.model)
     params = make_params(request, model, config)
-    params.grammar = grammar_of(request, model)
+    params.grammar = await grammar_of(request)
     deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
     wishes = make_wishes(
         request,

@@ -30,7 +30,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if request.suffix:
         raise unsupported("suffix is not supported.", "suffix")
     params = make_params(request, model, config)
-    params.grammar = grammar_of(request, model)
+    params.grammar = await grammar_of(request)
     keep = _best_of(request, params.n)
     if keep is not None:
         params.n, params.logprobs = request.best_of or params.n, params.logprobs or 0

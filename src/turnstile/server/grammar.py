@@ -1,26 +1,42 @@
-"""Constrained output as requests ask for it: accepted where it can be honoured, else a 400."""
+"""Constrained output as requests ask for it: a grammar for the engine, or a 400 that says why."""
 
 from __future__ import annotations
 
-from turnstile.server.errors import bad_request, unsupported
-from turnstile.server.model import ServedModel
+import asyncio
+
+from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.schemas import GenerationRequest
+from turnstile.text.errors import GrammarError
+from turnstile.text.grammar_request import (
+    grammar_of_response_format,
+    grammar_of_structured_outputs,
+)
 
-_FORMATS = ("text", "json_object", "json_schema")
+
+async def grammar_of(request: GenerationRequest) -> str | None:
+    """The constraint on the output, or None.
+
+    A grammar is compiled once before it is accepted, off the event loop and in a process of its
+    own, so that one that cannot be honoured is a 400 and not a failure later. Raises
+    :class:`ApiError`.
+    """
+    param = "response_format"
+    try:
+        grammar = grammar_of_response_format(request.response_format)
+        if request.structured_outputs is not None:
+            if grammar is not None:
+                raise bad_request("Send response_format or structured_outputs, not both.", param)
+            param = "structured_outputs"
+            grammar = grammar_of_structured_outputs(request.structured_outputs)
+        if grammar is not None:
+            from turnstile.text.grammar import check_grammar  # numpy: only where it is wanted
+
+            await asyncio.to_thread(check_grammar, grammar)
+    except GrammarError as error:
+        raise _refusal(error, param) from None
+    return grammar
 
 
-def grammar_of(request: GenerationRequest, model: ServedModel) -> str | None:
-    """The constraint on the output, or None. Raises :class:`ApiError` 400 where it cannot be."""
-    wanted = request.response_format
-    if wanted is not None and wanted.type not in _FORMATS:
-        raise bad_request(
-            f"response_format.type must be one of {', '.join(_FORMATS)}.", "response_format"
-        )
-    if wanted is not None and wanted.type != "text":
-        raise unsupported(
-            f"response_format {wanted.type} is not supported yet; ask for JSON in the prompt.",
-            "response_format",
-        )
-    if request.structured_outputs is not None:
-        raise unsupported("structured_outputs is not supported yet.", "structured_outputs")
-    return None
+def _refusal(error: GrammarError, param: str) -> ApiError:
+    text = str(error)
+    return bad_request(text[:1].upper() + text[1:] + ("" if text.endswith(".") else "."), param)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from turnstile import __version__
 from turnstile.engine.client import EngineState
 from turnstile.server.auth import require_admin
@@ -94,7 +96,7 @@ async def server_info(service: Service, exchange: Exchange) -> None:
             "phase": str(service.phase),
             "engine_state": str(service.engine.state),
             "model": service.model.names if service.model else None,
-            "engine": info,
+            "engine": None if info is None else msgspec.structs.asdict(info),
             "server": service.config.redacted(),
             **service.environment,
         }

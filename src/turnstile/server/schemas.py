@@ -20,33 +20,6 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: bool | None = False
 
 
-class JsonSchemaFormat(msgspec.Struct):
-    """The schema of ``response_format`` type ``json_schema``."""
-
-    name: str = "response"
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-    description: str | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """``text``, ``json_object`` or ``json_schema``."""
-
-    type: str
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(msgspec.Struct):
-    """vLLM's way to constrain the output: exactly one of the fields."""
-
-    json: dict[str, Any] | str | bool | None = None
-    regex: str | None = None
-    choice: list[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-    structural_tag: dict[str, Any] | str | None = None
-
-
 class GenerationRequest(msgspec.Struct, kw_only=True):
     """What completions and chat completions have in common."""
 
@@ -81,8 +54,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     return_tokens_as_token_ids: bool | None = False
     stream_interval: int | None = None
     """Tokens between two chunks of a stream."""
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
+    response_format: dict[str, Any] | None = None
+    """``{"type": "text" | "json_object"}``, or ``json_schema`` with its schema."""
+    structured_outputs: dict[str, Any] | None = None
+    """One of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``."""
     priority: int | None = 0
     """Lower is earlier, among the requests of one tenant."""
     timeout: float | None = None
