@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
-from collections.abc import Callable
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import httpx
+import uvicorn
 
 from server.fake_engine import FakeEngine
 from turnstile.server.app import App
+from turnstile.server.run import _Server
 from turnstile.server.service import Service
 from turnstile.text.tokenizer import Tokenizer
 
@@ -63,3 +70,62 @@ def joined(chunks: list[Any], index: int = 0) -> str:
             if choice["index"] == index:
                 text += choice.get("text") or choice.get("delta", {}).get("content") or ""
     return text
+
+
+@asynccontextmanager
+async def listening(served: Served) -> AsyncIterator[int]:
+    """The same application behind a real socket; yields the port."""
+    config = uvicorn.Config(
+        served.app, port=0, log_config=None, access_log=False, lifespan="off", ws="none",
+        timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = _Server(config)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0.005)
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        await task
+
+
+class Raw:
+    """A client that sees every byte as it comes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def post(cls, port: int, path: str, body: dict[str, Any]) -> Raw:
+        raw = cls(*await asyncio.open_connection("127.0.0.1", port))
+        content = json.dumps(body).encode()
+        raw.writer.write(
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
+        )
+        await raw.writer.drain()
+        return raw
+
+    async def until(self, what: bytes, timeout: float = 5.0) -> bytes:
+        return await asyncio.wait_for(self.reader.readuntil(what), timeout)
+
+    def reset(self) -> None:
+        """Leave without a goodbye: RST, not FIN."""
+        raw = self.writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.writer.transport.abort()
+
+    async def close(self) -> None:
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+
+
+async def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+    """Wait for something to become true; fail if it does not."""
+    async with asyncio.timeout(timeout):
+        while not condition():
+            await asyncio.sleep(0.005)

@@ -96,14 +96,14 @@ class Life:
             )
         )
         serving = asyncio.create_task(server.serve([self._listener]))
-        tasks = [asyncio.create_task(self._bring_up()), asyncio.create_task(self._watch())]
+        coming_up = asyncio.create_task(self._bring_up())
+        watching = asyncio.create_task(self._watch())
         await self._first.wait()
+        await _end(coming_up)
         try:
             await self._drain()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await _end(watching)
             server.should_exit = True
             await serving
         if self._failed:
@@ -140,7 +140,7 @@ class Life:
         self._first.set()
 
     async def _watch(self) -> None:
-        """Once a second: has the engine died for good, and is a throughput line due?"""
+        """Look once a second whether the engine died for good and a throughput line is due."""
         service = self._service
         line = ThroughputLine(service.metrics, service.clock())
         interval = service.config.log_stats_interval
@@ -200,6 +200,12 @@ class Life:
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._second.wait(), _POLL)
+
+
+async def _end(task: asyncio.Task[None]) -> None:
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def _is_ours(error: Exception) -> bool:
