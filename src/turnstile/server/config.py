@@ -49,6 +49,8 @@ class ServerConfig:
     """Who shares the prefix cache: only requests with the same key, or everybody."""
     generation_config: Literal["auto", "turnstile"] = "auto"
     """Default sampling parameters: the model's own (`auto`), or temperature 1 and top_p 1."""
+    seed: int | None = None
+    """Seed from which requests without one get theirs. Default: seeds nobody can guess."""
     default_max_tokens: int = 16
     """Tokens a completion gets that asks for no number. A chat gets the room left."""
     chat_template: str | None = None

@@ -22,7 +22,7 @@ from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames
 from turnstile.server.gate import Work
 from turnstile.server.model import ServedModel
-from turnstile.server.parameters import final_max_tokens, make_seed
+from turnstile.server.parameters import final_max_tokens
 from turnstile.server.prompts import TokenizedPrompt
 from turnstile.server.service import Service
 from turnstile.server.sse import DONE, error_frames
@@ -76,7 +76,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             prompt=prompt.ids,
             params=params,
             max_tokens=max_tokens,
-            seed=make_seed(params.seed),
+            seed=service.next_seed() if params.seed is None else params.seed,
             n=params.n,
             tenant=exchange.tenant.name,
             weight=exchange.tenant.weight,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import secrets
 
 from turnstile.engine.params import SamplingParams
 from turnstile.models.generation import GenerationDefaults
@@ -173,11 +172,6 @@ def context_error(prompt_tokens: int, limit: int, wanted: int) -> ApiError:
         code="context_length_exceeded",
         extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},
     )
-
-
-def make_seed(seed: int | None) -> int:
-    """The request's seed, or one nobody can guess: a restarted engine draws the same tokens."""
-    return secrets.randbits(62) if seed is None else seed
 
 
 def deadline_of(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import Callable
 from enum import StrEnum
@@ -60,6 +61,7 @@ class Service:
         self.model: ServedModel | None = None
         self.gate: Gate | None = None
         self.live: set[Exchange] = set()
+        self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
 
@@ -106,6 +108,12 @@ class Service:
             and self.engine.state is EngineState.READY
             and self.engine.healthy
         )
+
+    def next_seed(self) -> int:
+        """A seed for a request that brings none. It is drawn here and not in the engine: a
+        restarted engine must draw the same tokens again.
+        """
+        return self._seeds.getrandbits(62)
 
     # -- live streams -----------------------------------------------------------------------
 

@@ -1,0 +1,5 @@
+"""``python -m turnstile``."""
+
+from turnstile.cli.main import run
+
+run()

@@ -1,0 +1,98 @@
+"""The command line. Verbs are imported when they are used, so that ``--help`` is quick."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from cyclopts import App
+from cyclopts.exceptions import CycloptsError
+
+from turnstile import __version__
+from turnstile.cli import settings
+
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+VERBS = {
+    "serve": "Serve a model over HTTP, with OpenAI's API.",
+    "chat": "Talk to a running server in the terminal.",
+    "complete": "Send one prompt to a running server and print what comes.",
+    "pull": "Fetch a model, so that serving starts at once.",
+    "inspect": "Say what is in a model, and what serving it takes.",
+    "doctor": "Check this machine, and say what would keep Turnstile from serving well.",
+    "export-tokenizer": "Write a model's tokenizer as a Hugging Face directory.",
+    "bench": "Measure a running server.",
+    "simulate": "Run the scheduler on virtual time.",
+}
+
+
+def make_app() -> App:
+    """The command with all its verbs, none of them imported yet."""
+    app = App(
+        name="turnstile",
+        version=__version__,
+        help="Serve language models to many people at once, predictably.",
+        result_action="return_value",
+    )
+    for verb, summary in VERBS.items():
+        module = f"turnstile.cli.{verb.replace('-', '_')}"
+        if find_spec(module) is not None:
+            app.command(f"{module}:app", name=verb, help=summary)
+    return app
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run a command line; returns the exit code.
+
+    What the user can mend is told in one line on standard error; ``--debug`` shows the traceback.
+    """
+    tokens = [token for token in arguments if token != "--debug"]
+    debug = len(tokens) < len(arguments)
+    try:
+        result = _run(tokens)
+    except CycloptsError as error:
+        if debug:
+            raise
+        return _complain(f"{error} (turnstile --help)", EXIT_USAGE)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        sys.stderr.close()  # nobody reads us any more; there is nothing left to say
+        return 1
+    except Exception as error:
+        if debug:
+            raise
+        return _complain(describe(error), 1)
+    return result if isinstance(result, int) else 0
+
+
+def _run(tokens: Sequence[str]) -> object:
+    app = make_app()
+    verb = tokens[0] if tokens and tokens[0] in VERBS else ""
+    rest, path = settings.take_config(tokens, verb or "turnstile")
+    if verb:
+        app.config = settings.sources(path, verb)
+    return app(settings.normalize(rest), print_error=False, exit_on_error=False)
+
+
+def describe(error: Exception) -> str:
+    """One line for people: our own errors are sentences already, others get their type's name."""
+    text = " ".join(str(error).split())
+    if type(error).__module__.startswith("turnstile."):
+        return text
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}."
+    return f"{type(error).__name__}: {text} (--debug shows where)"
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"turnstile: {message}", file=sys.stderr)
+    return code
+
+
+def run() -> None:
+    """Entry point of the ``turnstile`` command."""
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,115 @@
+"""``turnstile serve``: the server, from the flags to the exit code."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from turnstile.engine.config import EngineConfig
+from turnstile.server.config import ServerConfig
+
+if TYPE_CHECKING:
+    import socket
+
+    from turnstile.engine.client import EngineClient
+
+logger = logging.getLogger("turnstile.server")
+
+app = App(
+    name="serve",
+    help="Serve a model over HTTP, with OpenAI's API.\n\n"
+    "Settings come from flags, from TURNSTILE_SERVE_* variables, from the file of --config, and "
+    "from the defaults, in this order. Sizes may be written 1k, 32K or 25.6k.",
+)
+
+
+@app.default
+def serve(
+    model: str | None = None,
+    /,
+    *,
+    config: str | None = None,
+    engine: Annotated[EngineConfig, Parameter(name="*", group="Engine")] | None = None,
+    server: Annotated[ServerConfig, Parameter(name="*", group="Server")] | None = None,
+) -> int:
+    """Serve a model.
+
+    Parameters
+    ----------
+    model
+        The same as --model.
+    config
+        File with settings, TOML or YAML.
+    """
+    engine = engine or EngineConfig()
+    server = server or ServerConfig()
+    if model is not None:
+        engine.model = model
+    if not server.api_key:
+        server.api_key = os.environ.get("TURNSTILE_API_KEY", "").split()
+    return start(engine, server)
+
+
+def start(engine_config: EngineConfig, config: ServerConfig) -> int:
+    """Run the server with these settings; returns the exit code.
+
+    What is quick to find out is found out first: impossible settings, a taken port, a missing
+    model. Only then does the engine start.
+    """
+    began = time.monotonic()
+    config.check()
+    engine_config.check()
+    from turnstile.server.binding import bind, url_of
+    from turnstile.server.logs import configure
+
+    configure(config.log_level, config.log_format)
+    listener = bind(config)
+    try:
+        return _run(engine_config, config, listener, url_of(listener), began)
+    finally:
+        listener.close()
+        if config.uds is not None and os.path.exists(config.uds):
+            os.unlink(config.uds)
+
+
+def _run(
+    engine_config: EngineConfig,
+    config: ServerConfig,
+    listener: socket.socket,
+    url: str,
+    began: float,
+) -> int:
+    from turnstile.models.source import resolve
+
+    source = resolve(
+        engine_config.model,
+        revision=engine_config.revision,
+        report=lambda text: logger.info("%s", text),
+    )
+    engine = make_engine(engine_config)
+    from turnstile.cli.panel import announce
+    from turnstile.server.run import run
+    from turnstile.server.service import Service
+    from turnstile.server.startup import load_model
+
+    environment: dict[str, object] = {"engine_config": vars(engine_config)}
+    service = Service(config, engine, environment=environment)
+    logger.info("Listening at %s, loading %s", url, source.name)
+    return run(
+        service,
+        listener,
+        lambda: load_model(engine, source, config),
+        lambda: announce(service, url, time.monotonic() - began),
+    )
+
+
+def make_engine(config: EngineConfig) -> EngineClient:
+    """The supervised engine process of this configuration, not yet started."""
+    module: Any = importlib.import_module("turnstile.engine.supervisor")
+    engine: EngineClient = module.ProcessEngine(config)
+    return engine

@@ -1,0 +1,80 @@
+"""How the engine is set up: :class:`EngineConfig`. Its docstrings are the command line's help.
+
+Torch-free: the command line, the API process and the engine process all read it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from turnstile.models.default_model import NAME as DEFAULT_MODEL
+
+
+class EngineConfigError(ValueError):
+    """The configuration cannot work; the message says what to change."""
+
+
+@dataclass(kw_only=True)
+class EngineConfig:
+    """The model, the memory and the scheduler of one engine."""
+
+    model: str = DEFAULT_MODEL
+    """Path of a .gguf file or a Hugging Face directory, a hub id, or the default model's name."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub id."""
+    dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Form of the weights in memory. `auto` takes what is fastest here and exact."""
+    device: str = "auto"
+    """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if there is one."""
+    backend: Literal["auto", "native", "reference"] = "auto"
+    """Kernels: `native` is fast, `reference` is plain torch and the definition of right."""
+    exact: bool = True
+    """Give the same tokens alone and in a crowd."""
+    threads: int | None = None
+    """Compute threads. Default: from CPU affinity and the container's quota."""
+    max_model_len: int | None = None
+    """Most tokens of a prompt and its output. Default: the model's, if the pool holds it."""
+    max_num_seqs: int = 128
+    """Sequences computed at once (slots)."""
+    max_num_batched_tokens: int = 512
+    """Tokens of a step, prompts and outputs together."""
+    target_itl: float | None = None
+    """Seconds a step should take while others stream; long prompts then get smaller chunks."""
+    page_size: int = 16
+    """Tokens of a KV page (alias --block-size)."""
+    num_pages: int | None = None
+    """Pages of the pool, exactly. Default: from the memory."""
+    kv_cache_memory_bytes: int | None = None
+    """Bytes of the KV pool. Default: a modest share of the memory that is free here."""
+    gpu_memory_utilization: float = 0.9
+    """Share of a GPU's memory to use, weights included."""
+    kv_cache_dtype: str | None = None
+    """Storage type of K and V. Default: the backend's choice."""
+    enable_prefix_caching: bool = True
+    """Keep the pages of finished prompts for requests that begin alike."""
+    admission: Literal["expected", "guaranteed", "unchecked"] = "expected"
+    """When a sequence may start: by its expected length, only if it surely fits, or always."""
+    scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"
+    """Whose turn it is: tenants share by tokens, first come first served, or by priority alone."""
+    step_timeout: float = 60.0
+    """Seconds after which a step counts as hung and the engine is restarted."""
+    max_restarts: int = 8
+    """Engine restarts without a served request in between before the server gives up."""
+
+    def check(self) -> None:
+        """Raise :class:`EngineConfigError` for values no engine could start with."""
+        for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
+            if getattr(self, name) < 1:
+                raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        for name in ("threads", "max_model_len", "num_pages", "kv_cache_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise EngineConfigError(
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
+                f"--max-num-seqs ({self.max_num_seqs}): every sequence gets one token a step."
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise EngineConfigError("--gpu-memory-utilization must be above 0 and at most 1.")
