@@ -52,7 +52,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerC
     ("text", "digits"),
     [
         ("1k", "1000"), ("32K", "32768"), ("25.6k", "25600"), ("2M", "2097152"),
-        ("1g", "1000000000"), ("128MiB", "134217728"), ("5", "5"), ("k", "k"), ("1.0001k", "1.0001k"), ("-1", "-1"),
+        ("1g", "1000000000"), ("128MiB", "134217728"), ("5", "5"),
+        ("k", "k"), ("1.0001k", "1.0001k"), ("-1", "-1"),
     ],
 )  # fmt: skip
 def test_sizes_are_read_with_their_suffix(text: str, digits: str) -> None:
