@@ -1,0 +1,121 @@
+#include "engine/linear.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+
+namespace turnstile {
+
+namespace {
+
+uint16_t bfloat16_of(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<uint16_t>(bits >> 16 | 0x40);
+  return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+int per_step(Format format) {
+  return format == Format::int8 ? 4 : format == Format::bfloat16 ? 2 : 1;
+}
+
+}  // namespace
+
+Linear::Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool interleave) {
+  if (parts.empty()) throw std::invalid_argument("a linear layer needs at least one matrix");
+  int outputs = 0;
+  bool biased = false;
+  for (const Matrix& part : parts) {
+    if (part.inputs != parts[0].inputs) throw std::invalid_argument("matrices of one layer differ in inputs");
+    outputs += part.outputs;
+    biased |= part.bias != nullptr;
+  }
+  if (interleave && (parts.size() != 2 || parts[0].outputs != parts[1].outputs))
+    throw std::invalid_argument("gate and up differ in outputs");
+  const int group = interleave ? (parts[0].outputs + 15) / 16 : 0;
+  weights_.format = format;
+  weights_.wide = wide && format == Format::int8;
+  weights_.inputs = (parts[0].inputs + 15) / 16 * 16;
+  weights_.steps = weights_.inputs / per_step(format);
+  weights_.panels = interleave ? group : (outputs + kPanel - 1) / kPanel;
+  data_ = Buffer(static_cast<size_t>(weights_.panels) * weights_.steps * kStepBytes);
+  scale_.assign(padded_outputs(), 0.0f);
+  sum128_.assign(padded_outputs(), 0);
+  if (biased) bias_.assign(padded_outputs(), 0.0f);
+  int base = 0;
+  for (size_t p = 0; p < parts.size(); ++p) {
+    for (int row = 0; row < parts[p].outputs; ++row)
+      pack_row(parts[p], row, interleave ? row / 16 * kPanel + static_cast<int>(p) * 16 + row % 16 : base + row);
+    base += parts[p].outputs;
+  }
+  weights_.data = data_.data();
+  weights_.scale = scale_.data();
+  weights_.sum128 = sum128_.data();
+  weights_.bias = biased ? bias_.data() : nullptr;
+}
+
+// int8: q = round(w / scale), scale = max|w| / 127 of the output. The products take activations as
+// q + 128 (the hardware multiplies unsigned by signed), so 128 * sum(q) is subtracted afterwards.
+void Linear::pack_row(const Matrix& part, int row, int output) {
+  const float* w = part.data + static_cast<size_t>(row) * part.inputs;
+  uint8_t* panel = data_.data() + static_cast<size_t>(output / kPanel) * weights_.steps * kStepBytes + output % kPanel * 4;
+  if (part.bias) bias_[output] = part.bias[row];
+  float largest = 0;
+  for (int i = 0; i < part.inputs; ++i) largest = std::max(largest, std::fabs(w[i]));
+  const float scale = largest / 127.0f;
+  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+  int32_t sum = 0;
+  for (int i = 0; i < part.inputs; ++i) {
+    switch (weights_.format) {
+      case Format::int8: {
+        const auto q = static_cast<int8_t>(std::lrintf(w[i] * inverse));
+        sum += q;
+        panel[static_cast<size_t>(i / 4) * kStepBytes + i % 4] = static_cast<uint8_t>(q);
+        break;
+      }
+      case Format::bfloat16: {
+        const uint16_t x = bfloat16_of(w[i]);
+        std::memcpy(panel + static_cast<size_t>(i / 2) * kStepBytes + i % 2 * 2, &x, 2);
+        break;
+      }
+      case Format::float32: std::memcpy(panel + static_cast<size_t>(i) * kStepBytes, &w[i], 4); break;
+    }
+  }
+  scale_[output] = scale;
+  sum128_[output] = 128 * sum;
+}
+
+void multiply(Member& member, const Kernels& kernels, const Linear& linear, const uint8_t* input,
+              const float* scale, int rows, const Product& product) {
+  const Weights& weights = linear.weights();
+  LinearTask task{};
+  task.weights = &weights;
+  task.input = input;
+  task.input_stride = linear.row_bytes();
+  task.scale = scale;
+  task.finish = product.finish;
+  task.out_bfloat16 = product.out_bfloat16;
+  task.out = product.out;
+  task.out_stride = product.out_stride;
+  // A piece is about 100,000 steps of one row (some 10 us), but at least 4 pieces a member.
+  const int wanted = 8 * member.members();
+  const int row_block = weights.panels >= wanted ? 96 : 48;
+  const int row_pieces = std::max(1, (rows + row_block / 2) / row_block);
+  const int per_piece = std::max(1, rows / row_pieces);
+  const int cost = weights.steps * std::max(per_piece, 4);
+  int panels = std::max(1, 100000 / std::max(1, cost));
+  panels = std::min(panels, std::max(1, weights.panels * row_pieces / wanted));
+  const int panel_pieces = (weights.panels + panels - 1) / panels;
+  member.share(static_cast<uint32_t>(panel_pieces * row_pieces), [&](uint32_t piece) {
+    LinearTask mine = task;
+    const int p = static_cast<int>(piece) / row_pieces, r = static_cast<int>(piece) % row_pieces;
+    mine.first_panel = weights.panels * p / panel_pieces;
+    mine.last_panel = weights.panels * (p + 1) / panel_pieces;
+    mine.first_row = rows * r / row_pieces;
+    mine.last_row = rows * (r + 1) / row_pieces;
+    kernels.linear(mine);
+  });
+}
+
+}  // namespace turnstile

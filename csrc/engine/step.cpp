@@ -1,0 +1,312 @@
+#include "engine/step.h"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+namespace turnstile {
+
+namespace {
+
+constexpr int kChunk = 16;     // rows of a prompt attended by one member at a time
+constexpr int kRowBlock = 8;   // rows normed by one member at a time
+constexpr int kTogether = 4;   // up to so many rows, every member norms all of them for itself: no wait
+constexpr int kMaxPhases = 3;  // of one operation
+
+void grow(Buffer& buffer, size_t bytes) {
+  if (buffer.bytes() < bytes) buffer = Buffer(bytes);
+}
+
+uint32_t blocks_of(int rows) { return static_cast<uint32_t>((rows + kRowBlock - 1) / kRowBlock); }
+
+}  // namespace
+
+void Step::begin(const Batch& batch) {
+  program_.clear();
+  writes_.clear();
+  chunks_.clear();
+  batch_ = batch;
+  checked_ = nullptr;
+  for (int s = 0; s < batch.sequences; ++s) {
+    const int first = batch.query_offsets[s], last = batch.query_offsets[s + 1];
+    const int context = batch.context_lengths[s];
+    if (first < 0 || last < first || last > batch.tokens || context < last - first)
+      throw std::invalid_argument("query_offsets and context_lengths of the batch contradict each other");
+    if (last > first && (context + batch.page_size - 1) / batch.page_size > batch.table_width)
+      throw std::invalid_argument("a page table is shorter than its sequence");
+    for (int token = first; token < last; ++token) {
+      const int position = context - (last - token);
+      if (batch.positions[token] != position)
+        throw std::invalid_argument("the positions of a sequence must end at its context length");
+      if (token == first || position % kTokens == 0) writes_.push_back({s, token, 0});
+      if ((token - first) % kChunk == 0) chunks_.push_back({s, token, 0});
+      ++writes_.back().count;
+      ++chunks_.back().count;
+    }
+  }
+  for (int r = 0; r < batch.rows; ++r)
+    if (batch.logit_rows[r] < 0 || batch.logit_rows[r] >= batch.tokens)
+      throw std::invalid_argument("a logit row lies outside the batch");
+}
+
+void Step::record_embed(const Embedding& embedding) {
+  for (int t = 0; t < batch_.tokens; ++t)
+    if (batch_.ids[t] < 0 || batch_.ids[t] >= embedding.vocabulary)
+      throw std::invalid_argument("token id " + std::to_string(batch_.ids[t]) + " is outside the vocabulary");
+  program_.push_back({Operation::embed, &embedding, nullptr, nullptr, 0});
+}
+
+void Step::record(Operation operation, const Layer& layer, const Pool* pool, int index) {
+  if (pool) {
+    const PoolShape& shape = pool->shape();
+    if (shape.page_size != batch_.page_size || shape.kv_heads != layer.attention.kv_heads ||
+        shape.head_dim != layer.attention.head_dim || index < 0 || index >= shape.layers)
+      throw std::invalid_argument("the page pool does not fit the layer or the batch");
+    if (checked_ != pool || layer.attention.window != checked_window_) {
+      check_pages(*pool, layer.attention.window);
+      checked_ = pool;
+      checked_window_ = layer.attention.window;
+    }
+  }
+  program_.push_back({operation, nullptr, &layer, pool, index});
+}
+
+void Step::check_pages(const Pool& pool, int window) const {
+  for (int s = 0; s < batch_.sequences; ++s) {
+    if (batch_.query_offsets[s + 1] == batch_.query_offsets[s]) continue;
+    const int32_t* table = batch_.page_tables + s * batch_.table_stride;
+    const int oldest = batch_.context_lengths[s] - (batch_.query_offsets[s + 1] - batch_.query_offsets[s]);
+    const int first = window ? std::max(0, oldest + 1 - window) / batch_.page_size : 0;
+    for (int i = first; i <= (batch_.context_lengths[s] - 1) / batch_.page_size; ++i)
+      if (table[i] < 0 || table[i] >= pool.shape().pages)
+        throw std::invalid_argument("a page table names page " + std::to_string(table[i]) + ", outside the pool");
+  }
+}
+
+void Step::reserve(const Head& head) {
+  const size_t rows = std::max(batch_.tokens, 1);
+  size_t hidden = 0, input = head.projection.row_bytes() * head.projection.planes();
+  size_t qkv = 0, attended = 0, product = 0, floats = head.projection.inputs(), attend = 0;
+  for (const Recorded& recorded : program_) {
+    if (recorded.embedding) hidden = std::max<size_t>(hidden, (recorded.embedding->width + kPanel - 1) / kPanel * kPanel);
+    if (!recorded.layer) continue;
+    const Layer& layer = *recorded.layer;
+    for (const Linear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
+      input = std::max(input, linear->row_bytes() * linear->planes());
+      floats = std::max<size_t>(floats, linear->inputs());
+    }
+    qkv = std::max<size_t>(qkv, 4 * layer.qkv.padded_outputs());
+    attended = std::max<size_t>(attended, 4 * layer.o.inputs());
+    product = std::max<size_t>(product, 4 * layer.down.inputs());
+    attend = std::max(attend, kernels_.attend_scratch_bytes(layer.attention.head_dim));
+    if (recorded.operation == Operation::attention_input) {
+      int longest = 0;
+      for (int s = 0; s < batch_.sequences; ++s) longest = std::max(longest, batch_.context_lengths[s]);
+      layer.rope->reserve(longest);
+    }
+  }
+  hidden_stride_ = 4 * hidden;
+  grow(hidden_, rows * hidden_stride_);
+  grow(activations_, rows * input);
+  grow(scales_, rows * 4);
+  grow(qkv_, rows * qkv);
+  grow(attended_, rows * attended);
+  grow(product_, rows * product);
+  logits_stride_ = head.projection.padded_outputs();
+  grow(logits_, 4 * static_cast<size_t>(logits_stride_) * std::max(batch_.rows, 1));
+  private_.resize(team_.members());
+  for (Private& mine : private_) {
+    grow(mine.floats, 4 * floats);
+    grow(mine.attend, attend);
+    grow(mine.rows, kTogether * input);
+    grow(mine.scale, kTogether * 4);
+  }
+}
+
+void Step::run(const Head& last) {
+  reserve(last);
+  const int phases = kMaxPhases * (static_cast<int>(program_.size()) + 1);
+  team_.run(phases, [&](Member& member) {
+    for (const Recorded& recorded : program_) execute(member, recorded);
+    head(member, last);
+  });
+  program_.clear();
+}
+
+void Step::execute(Member& member, const Recorded& recorded) {
+  switch (recorded.operation) {
+    case Operation::embed: return embed(member, *recorded.embedding);
+    case Operation::attention_input: return attention_input(member, *recorded.layer, *recorded.pool, recorded.index);
+    case Operation::attend: return attend(member, *recorded.layer, *recorded.pool, recorded.index);
+    case Operation::attention_output: return attention_output(member, *recorded.layer);
+    case Operation::mlp_input: return mlp_input(member, *recorded.layer);
+    case Operation::mlp_output: return mlp_output(member, *recorded.layer);
+    case Operation::head: return;
+  }
+}
+
+void Step::embed(Member& member, const Embedding& embedding) {
+  member.share(blocks_of(batch_.tokens), [&](uint32_t block) {
+    const int last = std::min<int>(batch_.tokens, (block + 1) * kRowBlock);
+    for (int token = block * kRowBlock; token < last; ++token) {
+      auto* to = reinterpret_cast<float*>(hidden_.data() + token * hidden_stride_);
+      const size_t at = static_cast<size_t>(batch_.ids[token]) * embedding.width;
+      if (embedding.bfloat16) {
+        const auto* from = static_cast<const uint16_t*>(embedding.table) + at;
+        for (int i = 0; i < embedding.width; ++i) {
+          const uint32_t bits = static_cast<uint32_t>(from[i]) << 16;
+          std::memcpy(to + i, &bits, 4);
+        }
+      } else {
+        std::memcpy(to, static_cast<const float*>(embedding.table) + at, 4 * static_cast<size_t>(embedding.width));
+      }
+      std::fill(to + embedding.width, to + hidden_stride_ / 4, 0.0f);
+    }
+  });
+}
+
+Step::Activations Step::input_of(Member& member, const Linear& linear, const Buffer& from, size_t stride, int width,
+                                 int rows, const float* norm, float eps, const int32_t* gather) {
+  Private& mine = private_[member.index()];
+  const bool together = rows <= kTogether;
+  NormTask task{};
+  task.norm = norm;
+  task.input_stride = stride;
+  task.width = width;
+  task.padded = linear.inputs();
+  task.eps = eps;
+  task.format = format_;
+  task.wide = linear.weights().wide;
+  task.out = together ? mine.rows.data() : activations_.data();
+  task.out_stride = linear.row_bytes();
+  task.scale = together ? mine.scale.as<float>() : scales_.as<float>();
+  task.scratch = mine.floats.as<float>();
+  const size_t out_row = task.out_stride * linear.planes();
+  const auto one_row = [&](int row) {
+    NormTask one = task;
+    one.input = reinterpret_cast<const float*>(from.data() + (gather ? gather[row] : row) * stride);
+    one.out = task.out + row * out_row;
+    one.scale = task.scale + row;
+    one.first_row = 0;
+    one.last_row = 1;
+    kernels_.norm(one);
+  };
+  if (together) {
+    for (int row = 0; row < rows; ++row) one_row(row);
+  } else {
+    member.share(blocks_of(rows), [&](uint32_t block) {
+      const int last = std::min<int>(rows, (block + 1) * kRowBlock);
+      for (int row = block * kRowBlock; row < last; ++row) one_row(row);
+    });
+  }
+  return {task.out, task.scale};
+}
+
+void Step::attention_input(Member& member, const Layer& layer, const Pool& pool, int index) {
+  const int rows = batch_.tokens;
+  const Activations input = input_of(member, layer.qkv, hidden_, hidden_stride_, layer.hidden, rows,
+                                     layer.input_norm.data(), layer.eps);
+  multiply(member, kernels_, layer.qkv, input.rows, input.scale, rows,
+           {Finish::store, qkv_.data(), 4 * static_cast<size_t>(layer.qkv.padded_outputs())});
+  rotate_and_write(member, layer, pool, index);
+}
+
+void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index) {
+  const Attention& shape = layer.attention;
+  const int d = shape.head_dim;
+  const int per_page = batch_.page_size / kTokens;
+  member.share(static_cast<uint32_t>(writes_.size()), [&](uint32_t item) {
+    const Run& run = writes_[item];
+    for (int token = run.token; token < run.token + run.count; ++token) {
+      const int position = batch_.positions[token];
+      auto* q = reinterpret_cast<float*>(qkv_.data()) + static_cast<size_t>(token) * layer.qkv.padded_outputs();
+      float* k = q + shape.heads * d;
+      const float* v = k + shape.kv_heads * d;
+      HeadTask turn{q, layer.q_norm.empty() ? nullptr : layer.q_norm.data(), layer.rope->cosine(position),
+                    layer.rope->sine(position), d, layer.eps};
+      for (int head = 0; head < shape.heads; ++head, turn.values += d) kernels_.head(turn);
+      turn.norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
+      for (int head = 0; head < shape.kv_heads; ++head, turn.values += d) kernels_.head(turn);
+      const int block = position / kTokens;
+      const int32_t page = batch_.page_tables[run.sequence * batch_.table_stride + block / per_page];
+      for (int head = 0; head < shape.kv_heads; ++head)
+        kernels_.write({pool.block(page, index, block % per_page, head), pool.shape().format, k + head * d, v + head * d,
+                        d, position % kTokens});
+    }
+  });
+}
+
+void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index) {
+  const int heads = layer.attention.kv_heads;
+  member.share(static_cast<uint32_t>(chunks_.size() * heads), [&](uint32_t item) {
+    attend_chunk(layer, pool, index, chunks_[item / heads], item % heads, private_[member.index()]);
+  });
+}
+
+void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine) {
+  const Attention& shape = layer.attention;
+  const int d = shape.head_dim, group = shape.heads / shape.kv_heads;
+  const int per_page = batch_.page_size / kTokens;
+  const int32_t* table = batch_.page_tables + chunk.sequence * batch_.table_stride;
+  const auto first_seen = [&](int position) { return shape.window ? std::max(0, position + 1 - shape.window) : 0; };
+  const int start = batch_.positions[chunk.token];
+  const int end = start + chunk.count;
+  const int last_block = (end - 1) / kTokens;
+  mine.blocks.resize(last_block + 1);
+  for (int block = first_seen(start) / kTokens; block <= last_block; ++block)
+    mine.blocks[block] = pool.block(table[block / per_page], index, block % per_page, head);
+  const bool narrow = format_ == Format::bfloat16;
+  AttendTask task{};
+  task.blocks = mine.blocks.data();
+  task.format = pool.shape().format;
+  task.out_bfloat16 = narrow;
+  task.group = group;
+  task.head_dim = d;
+  task.scale = shape.scale;
+  task.scratch = mine.attend.data();
+  for (int i = 0; i < chunk.count; ++i) {
+    const size_t token = chunk.token + i;
+    task.queries = reinterpret_cast<const float*>(qkv_.data()) + token * layer.qkv.padded_outputs() + head * group * d;
+    task.out = attended_.data() + (token * layer.o.inputs() + head * group * d) * (narrow ? 2 : 4);
+    task.first = first_seen(start + i);
+    task.last = start + i + 1;
+    kernels_.attend(task);
+  }
+}
+
+void Step::attention_output(Member& member, const Layer& layer) {
+  const int width = layer.o.inputs();
+  Activations input{attended_.data(), nullptr};
+  if (format_ == Format::int8)
+    input = input_of(member, layer.o, attended_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+  multiply(member, kernels_, layer.o, input.rows, input.scale, batch_.tokens,
+           {Finish::add, hidden_.data(), hidden_stride_});
+}
+
+void Step::mlp_input(Member& member, const Layer& layer) {
+  const Activations input = input_of(member, layer.gate_up, hidden_, hidden_stride_, layer.hidden,
+                                     batch_.tokens, layer.output_norm.data(), layer.eps);
+  const bool narrow = format_ == Format::bfloat16;
+  multiply(member, kernels_, layer.gate_up, input.rows, input.scale, batch_.tokens,
+           {Finish::silu_product, product_.data(), (narrow ? 2 : 4) * static_cast<size_t>(layer.down.inputs()), narrow});
+}
+
+void Step::mlp_output(Member& member, const Layer& layer) {
+  const int width = layer.down.inputs();
+  Activations input{product_.data(), nullptr};
+  if (format_ == Format::int8)
+    input = input_of(member, layer.down, product_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+  multiply(member, kernels_, layer.down, input.rows, input.scale, batch_.tokens,
+           {Finish::add, hidden_.data(), hidden_stride_});
+}
+
+void Step::head(Member& member, const Head& head) {
+  if (batch_.rows == 0) return;
+  const Activations input = input_of(member, head.projection, hidden_, hidden_stride_, head.hidden,
+                                     batch_.rows, head.norm.data(), head.eps, batch_.logit_rows);
+  multiply(member, kernels_, head.projection, input.rows, input.scale, batch_.rows,
+           {Finish::store, logits_.data(), 4 * static_cast<size_t>(logits_stride_)});
+}
+
+}  // namespace turnstile

@@ -1,0 +1,89 @@
+// One forward pass. The operations of a model are recorded and then run by the whole team in one go:
+// one entry from Python a step, no lock held, and no thread put to sleep between operations.
+#pragma once
+
+#include <vector>
+
+#include "engine/layer.h"
+#include "engine/pool.h"
+#include "engine/team.h"
+
+namespace turnstile {
+
+// The caller's arrays, read until the step has run (shapes: see FlatBatch in kernels/base.py).
+struct Batch {
+  int page_size;
+  int tokens, sequences, rows;
+  const int32_t *ids, *positions, *query_offsets, *context_lengths, *logit_rows;
+  const int32_t* page_tables;
+  int64_t table_stride, table_width;
+};
+
+struct Embedding {
+  const void* table;  // [vocabulary, width], bfloat16 or float32; kept alive by the caller
+  bool bfloat16;
+  int vocabulary, width;
+};
+
+enum class Operation { embed, attention_input, attend, attention_output, mlp_input, mlp_output, head };
+
+class Step {
+ public:
+  Step(const Kernels& kernels, Team& team, Format format) : kernels_(kernels), team_(team), format_(format) {}
+
+  // Forgets what was recorded. Throws std::invalid_argument for a batch that contradicts itself.
+  void begin(const Batch& batch);
+  void record_embed(const Embedding& embedding);
+  void record(Operation operation, const Layer& layer, const Pool* pool, int index);
+  // Runs everything recorded and the head; logits() then holds [rows, stride] floats.
+  void run(const Head& head);
+  const float* logits() const { return logits_.as<float>(); }
+  int64_t logits_stride() const { return logits_stride_; }
+
+ private:
+  struct Recorded {
+    Operation operation;
+    const Embedding* embedding;
+    const Layer* layer;
+    const Pool* pool;
+    int index;
+  };
+  struct Run { int sequence, token, count; };  // consecutive tokens of a sequence
+  struct Activations { const uint8_t* rows; const float* scale; };
+  struct Private {  // of one member
+    Buffer floats, attend, rows, scale;
+    std::vector<const uint8_t*> blocks;
+  };
+
+  void check_pages(const Pool& pool, int window) const;
+  void reserve(const Head& head);
+  void execute(Member& member, const Recorded& recorded);
+  void embed(Member& member, const Embedding& embedding);
+  void attention_input(Member& member, const Layer& layer, const Pool& pool, int index);
+  void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index);
+  void attend(Member& member, const Layer& layer, const Pool& pool, int index);
+  void attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine);
+  void attention_output(Member& member, const Layer& layer);
+  void mlp_input(Member& member, const Layer& layer);
+  void mlp_output(Member& member, const Layer& layer);
+  void head(Member& member, const Head& head);
+  // `rows` rows normed (if `norm`) and stored as `linear` wants its input; `gather` picks rows.
+  Activations input_of(Member& member, const Linear& linear, const Buffer& from, size_t stride, int width, int rows,
+                       const float* norm, float eps, const int32_t* gather = nullptr);
+
+  const Kernels& kernels_;
+  Team& team_;
+  const Format format_;
+  Batch batch_{};
+  std::vector<Recorded> program_;
+  std::vector<Run> writes_;  // tokens that share a KV block
+  std::vector<Run> chunks_;  // tokens attended together
+  Buffer hidden_, activations_, scales_, qkv_, attended_, product_, logits_;
+  size_t hidden_stride_ = 0;
+  int64_t logits_stride_ = 0;
+  std::vector<Private> private_;
+  const Pool* checked_ = nullptr;  // whose page ids were checked in this step, for which window
+  int checked_window_ = 0;
+};
+
+}  // namespace turnstile

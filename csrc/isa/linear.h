@@ -1,0 +1,171 @@
+// Matrix products: panels of 32 outputs times tiles of up to kTileRows rows, held in registers.
+//
+//                 32 outputs of a panel (2 vectors)
+//               +----------------------------------+
+//   row 0       | acc[0][0]       acc[0][1]        |   one step: load 2 vectors of weights,
+//   row 1       | acc[1][0]       acc[1][1]        |   broadcast 4 bytes of each row,
+//   ...         | ...                              |   2 multiply-accumulates a row
+//   row 11      | acc[11][0]      acc[11][1]       |
+//               +----------------------------------+
+//
+// Every accumulator runs over the inputs in order, whatever the tile's height, so a row's result does
+// not know which rows share its tile.
+#pragma once
+
+#include "isa/kernels.h"
+#include "isa/math.h"
+
+namespace turnstile::TURNSTILE_LEVEL {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12, kTileVectors = 2;
+#else
+constexpr int kTileRows = 4, kTileVectors = 1;
+#endif
+constexpr int kPrefetch = 16;  // steps ahead: 2 KiB, for weights that come from memory
+
+struct Int8Dot {
+  using Acc = I;
+  INLINE I zero() { return splat_i(0); }
+  INLINE I step(I acc, int32_t row, const uint8_t* weights) {
+    return dot4(acc, splat_i(row), load_i(weights));
+  }
+  INLINE I bits(I acc) { return acc; }
+};
+struct Bfloat16Dot {
+  using Acc = F;
+  INLINE F zero() { return splat(0.0f); }
+  INLINE F step(F acc, int32_t row, const uint8_t* weights) {
+    return dot2(acc, splat_i(row), load_i(weights));
+  }
+  INLINE I bits(F acc) { return bits_i(acc); }
+};
+struct Float32Dot {
+  using Acc = F;
+  INLINE F zero() { return splat(0.0f); }
+  INLINE F step(F acc, int32_t row, const uint8_t* weights) {
+    return fma(bits_f(splat_i(row)), bits_f(load_i(weights)), acc);
+  }
+  INLINE I bits(F acc) { return bits_i(acc); }
+};
+
+INLINE int32_t word(const uint8_t* p) {
+  int32_t x;
+  __builtin_memcpy(&x, p, 4);
+  return x;
+}
+
+// out[row][32] = the raw accumulators of `rows` rows and one panel.
+template <class Dot, int rows, bool cold>
+static void tile(const uint8_t* input, size_t stride, const uint8_t* panel, int steps, int32_t* out) {
+  for (int part = 0; part < 2 / kTileVectors; ++part) {
+    const uint8_t* weights = panel + 64 * part;
+    typename Dot::Acc acc[rows][kTileVectors];
+    for (auto& row : acc)
+      for (auto& lane : row) lane = Dot::zero();
+    for (int step = 0; step < steps; ++step) {
+      const uint8_t* now = weights + static_cast<size_t>(step) * kStepBytes;
+      if (cold) {
+        __builtin_prefetch(now + kPrefetch * kStepBytes);
+        __builtin_prefetch(now + kPrefetch * kStepBytes + 64);
+      }
+#pragma GCC unroll 16
+      for (int row = 0; row < rows; ++row) {
+        const int32_t x = word(input + row * stride + static_cast<size_t>(step) * 4);
+#pragma GCC unroll 2
+        for (int vector = 0; vector < kTileVectors; ++vector)
+          acc[row][vector] = Dot::step(acc[row][vector], x, now + 64 * vector);
+      }
+    }
+    for (int row = 0; row < rows; ++row)
+      for (int vector = 0; vector < kTileVectors; ++vector)
+        store_i(out + row * kPanel + 16 * (part + vector), Dot::bits(acc[row][vector]));
+  }
+}
+
+template <class Dot, bool cold, int rows = kTileRows>
+INLINE void tile_of(int count, const uint8_t* input, size_t stride, const uint8_t* panel, int steps,
+                    int32_t* out) {
+  if constexpr (rows > 1) {
+    if (count < rows) return tile_of<Dot, cold, rows - 1>(count, input, stride, panel, steps, out);
+  }
+  tile<Dot, rows, cold>(input, stride, panel, steps, out);
+}
+
+// The 16 raw accumulators at `lane` of a tile row as floats.
+INLINE F finished(const LinearTask& task, const int32_t* raw, int row, int output) {
+  const Weights& weights = *task.weights;
+  F value;
+  if (weights.format == Format::int8) {
+    const I offset = load_i(weights.sum128 + output);
+    if (weights.wide) {  // the row below the high bytes holds the low ones
+      const F high = float_of(load_i(raw) - offset);
+      const F low = float_of(load_i(raw + kPanel) - offset);
+      value = fma(high, splat(256.0f), low);
+    } else {
+      value = float_of(load_i(raw) - offset);
+    }
+    value = value * (splat(task.scale[row]) * load(weights.scale + output));
+  } else {
+    value = bits_f(load_i(raw));
+  }
+  if (weights.bias) value = value + load(weights.bias + output);
+  return value;
+}
+
+INLINE void finish_row(const LinearTask& task, const int32_t* raw, int row, int panel) {
+  const F a = finished(task, raw, row, panel * kPanel);
+  const F b = finished(task, raw + 16, row, panel * kPanel + 16);
+  uint8_t* out = task.out + row * task.out_stride;
+  if (task.finish == Finish::silu_product) {
+    const F product = silu(a) * b;
+    if (task.out_bfloat16)
+      store_bf16(reinterpret_cast<uint16_t*>(out) + panel * 16, product);
+    else
+      store(reinterpret_cast<float*>(out) + panel * 16, product);
+    return;
+  }
+  float* to = reinterpret_cast<float*>(out) + panel * kPanel;
+  if (task.finish == Finish::add) {
+    store(to, load(to) + a);
+    store(to + 16, load(to + 16) + b);
+  } else {
+    store(to, a);
+    store(to + 16, b);
+  }
+}
+
+template <class Dot>
+static void linear_of(const LinearTask& task) {
+  const Weights& weights = *task.weights;
+  const int planes = weights.wide ? 2 : 1;
+  const int rows = task.last_row - task.first_row;
+  // Tiles of equal height waste least: 13 rows are 7 and 6, not 12 and 1.
+  const int tall = kTileRows / planes;
+  const int tiles = (rows + tall - 1) / tall;
+  alignas(64) int32_t raw[kTileRows * kPanel];
+  for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
+    const uint8_t* data = weights.data + static_cast<size_t>(panel) * weights.steps * kStepBytes;
+    for (int t = 0; t < tiles; ++t) {
+      const int first = task.first_row + rows * t / tiles;
+      const int count = task.first_row + rows * (t + 1) / tiles - first;
+      const uint8_t* input = task.input + static_cast<size_t>(first) * planes * task.input_stride;
+      if (t == 0)
+        tile_of<Dot, true>(count * planes, input, task.input_stride, data, weights.steps, raw);
+      else
+        tile_of<Dot, false>(count * planes, input, task.input_stride, data, weights.steps, raw);
+      for (int row = 0; row < count; ++row)
+        finish_row(task, raw + row * planes * kPanel, first + row, panel);
+    }
+  }
+}
+
+static void linear(const LinearTask& task) {
+  switch (task.weights->format) {
+    case Format::int8: return linear_of<Int8Dot>(task);
+    case Format::bfloat16: return linear_of<Bfloat16Dot>(task);
+    case Format::float32: return linear_of<Float32Dot>(task);
+  }
+}
+
+}  // namespace turnstile::TURNSTILE_LEVEL

@@ -1,0 +1,96 @@
+// What happens to one row of activations between two products: RMS norm, quantisation, RoPE.
+#pragma once
+
+#include "isa/kernels.h"
+#include "isa/math.h"
+
+extern "C" float sqrtf(float) noexcept;
+
+namespace turnstile::TURNSTILE_LEVEL {
+
+INLINE float inverse_rms(const float* x, int width, float eps) {
+  F squares = splat(0.0f);
+  int i = 0;
+  for (; i + 16 <= width; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  float total = sum(squares);
+  for (; i < width; ++i) total += x[i] * x[i];
+  return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+}
+
+// One row to int8: q = round(x / scale) with scale = max|x| / 127, stored as q + 128. A `wide` row is
+// q of 16 bits in two rows of bytes: q = 256 * high + low. A NaN or infinity anywhere makes the scale
+// NaN, so that it comes out of the product as NaN and not as some finite number.
+INLINE void quantize(const float* x, int padded, bool wide, uint8_t* out, size_t stride, float* scale) {
+  F highest_lane = splat(0.0f), probe = splat(0.0f);
+  for (int i = 0; i < padded; i += 16) {
+    const F value = load(x + i);
+    highest_lane = max(highest_lane, abs(value));
+    probe = fma(value, splat(0.0f), probe);
+  }
+  const float limit = wide ? 32512.0f : 127.0f;
+  const float largest = highest(highest_lane);
+  const float step = largest / limit;
+  *scale = step + sum(probe);
+  const F inverse = splat(largest > 0 ? limit / largest : 0.0f);
+  const I offset = splat_i(128);
+  for (int i = 0; i < padded; i += 16) {
+    const I q = round_i(load(x + i) * inverse);
+    if (wide) {
+      const I high = right<8>(q + offset);
+      store_u8(out + i, high + offset);
+      store_u8(out + stride + i, q - left<8>(high) + offset);
+    } else {
+      store_u8(out + i, q + offset);
+    }
+  }
+}
+
+INLINE void norm_row(const NormTask& task, int row) {
+  const auto* x = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(task.input) +
+                                                 row * task.input_stride);
+  const int planes = task.format == Format::int8 && task.wide ? 2 : 1;
+  uint8_t* out = task.out + static_cast<size_t>(row) * planes * task.out_stride;
+  float* y = task.format == Format::float32 ? reinterpret_cast<float*>(out) : task.scratch;
+  if (task.norm) {
+    const F inverse = splat(inverse_rms(x, task.width, task.eps));
+    for (int i = 0; i < task.padded; i += 16)  // weights past the width are zero
+      store(y + i, load(x + i) * inverse * load(task.norm + i));
+  } else {
+    for (int i = 0; i < task.padded; i += 16) store(y + i, load(x + i));
+  }
+  if (task.format == Format::int8) {
+    quantize(y, task.padded, task.wide, out, task.out_stride, task.scale + row);
+  } else if (task.format == Format::bfloat16) {
+    for (int i = 0; i < task.padded; i += 16)
+      store_bf16(reinterpret_cast<uint16_t*>(out) + i, load(y + i));
+  }
+}
+
+static void norm(const NormTask& task) {
+  for (int row = task.first_row; row < task.last_row; ++row) norm_row(task, row);
+}
+
+// Pairs are (i, i + head_dim / 2).
+static void head(const HeadTask& task) {
+  float* x = task.values;
+  const int half = task.head_dim / 2;
+  if (task.norm) {
+    const F inverse = splat(inverse_rms(x, task.head_dim, task.eps));
+    for (int i = 0; i < task.head_dim; i += 16)
+      store(x + i, load(x + i) * inverse * load(task.norm + i));
+  }
+  int i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const F a = load(x + i), b = load(x + half + i);
+    const F c = load(task.cosine + i), s = load(task.sine + i);
+    store(x + i, a * c - b * s);
+    store(x + half + i, b * c + a * s);
+  }
+  for (; i < half; ++i) {
+    const float a = x[i], b = x[half + i];
+    x[i] = a * task.cosine[i] - b * task.sine[i];
+    x[half + i] = b * task.cosine[i] + a * task.sine[i];
+  }
+}
+
+}  // namespace turnstile::TURNSTILE_LEVEL
