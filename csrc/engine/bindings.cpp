@@ -92,7 +92,7 @@ class Engine {
   std::vector<std::shared_ptr<Rope>> ropes_;
 };
 
-std::unique_ptr<Layer> make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatrix& q,
+Layer* make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatrix& q,
                                   const FloatMatrix& k, const FloatMatrix& v, const FloatMatrix& o,
                                   const FloatVector& output_norm, const FloatMatrix& gate, const FloatMatrix& up,
                                   const FloatMatrix& down, const Bias& q_bias, const Bias& k_bias, const Bias& v_bias,
@@ -104,7 +104,7 @@ std::unique_ptr<Layer> make_layer(Engine& engine, const FloatVector& input_norm,
       static_cast<int>(k.shape(0)) != kv_heads * head_dim || static_cast<int>(inv_freq.shape(0)) * 2 != head_dim)
     throw nb::value_error("the native backend needs a head size that is a multiple of 16 and matching projections");
   const Format format = engine.format();
-  return std::unique_ptr<Layer>(new Layer{
+  return new Layer{
       {heads, kv_heads, head_dim, scale, window},
       static_cast<int>(input_norm.shape(0)),
       eps,
@@ -117,7 +117,7 @@ std::unique_ptr<Layer> make_layer(Engine& engine, const FloatVector& input_norm,
       Linear(format, is_wide("o"), {matrix_of(o, o_bias)}, false),
       Linear(format, is_wide("gate_up"), {matrix_of(gate, {}), matrix_of(up, {})}, true),
       Linear(format, is_wide("down"), {matrix_of(down, {})}, false),
-  });
+  };
 }
 
 }  // namespace
@@ -150,7 +150,7 @@ NB_MODULE(turnstile_kernels, m) {
       .def(nb::init<const std::string&, int, const std::string&>(), nb::arg("level"), nb::arg("threads"), nb::arg("format"))
       .def_prop_ro("level", [](Engine& self) { return self.kernels().name; })
       .def_prop_ro("threads", [](Engine& self) { return self.team().members(); })
-      .def("layer", &make_layer, nb::keep_alive<0, 1>(), nb::call_guard<nb::gil_scoped_release>())
+      .def("layer", &make_layer, nb::rv_policy::take_ownership, nb::call_guard<nb::gil_scoped_release>())
       .def("head", [](Engine& self, const FloatVector& norm, const FloatMatrix& projection, float eps, bool wide) {
         return new Head{static_cast<int>(norm.shape(0)), eps, padded(norm, kPanel),
                         Linear(self.format(), wide, {matrix_of(projection, {})}, false),

@@ -154,7 +154,7 @@ struct FloatAttention {
       Cache::words(lanes, words, heads, kTokens);
     }
   };
-  static constexpr int kWords = kTokens / Cache::kStep;
+  static constexpr int kWords = kTokens / Cache::kStep, kPlanes = 1;  // of a block and head
   template <int heads, int vectors>
   INLINE void values(const AttendTask& task, const Scratch& s, int from, int to, int dim, const Weigher&,
                      float* out) {
@@ -166,7 +166,7 @@ struct FloatAttention {
 // Queries and weights keep 16 bits, as two bytes each, so that only K and V are rounded to 8.
 
 struct Int8Attention {
-  static constexpr int kWords = 2 * kTokens / 4;
+  static constexpr int kWords = 2 * kTokens / 4, kPlanes = 2;  // of a block and head: high, low
 
   // Query words, then, per head: scale, 128 * sum of the high bytes, 128 * sum of the low ones.
   struct Query { float scale; int32_t high, low; };
@@ -332,8 +332,7 @@ static void span_of(const AttendTask& task, const Scratch& s, int from, int to, 
       if (!edge.whole()) p = between(p, splat(0.0f), edge.low, edge.high);
       sum_lane = sum_lane + p;
       constexpr int per_head = Cache::kWords;
-      constexpr int width = per_head == 2 * kTokens / 4 ? 2 : 1;
-      weigher.put(task, p, edge, block, s.weights + (block - from) * per_head * heads + h * width, heads);
+      weigher.put(task, p, edge, block, s.weights + (block - from) * per_head * heads + h * Cache::kPlanes, heads);
     }
     const float span_total = sum(sum_lane);
     total[h] = merge ? total[h] * keep[h] + span_total : span_total;
