@@ -106,6 +106,7 @@ class FakeEngine(EngineClient):
         self.cached_tokens = 0
         self.resets = 0
         self.alive = True
+        self.epoch = 1
         self._listeners: list[Callable[[StepResult], None]] = []
         self._queue: list[_Sample] = []
         self._running: list[_Sample] = []
@@ -173,14 +174,17 @@ class FakeEngine(EngineClient):
                 sample.done = True
                 sample.stream.put(self._row(sample, [], finish="timeout"))
         self._queue = [sample for sample in self._queue if not sample.done]
+        events: list[tuple[str, list[object]]] = []
         while self._queue and len(self._running) < self.info.max_num_seqs:
-            self._running.append(self._queue.pop(0))
+            sample = self._queue.pop(0)
+            self._running.append(sample)
+            events.append(("Admitted", [now, sample.stream.request_id, sample.index]))
         for sample in self._running:
             if not sample.done:
                 self._advance(sample)
         self._running = [sample for sample in self._running if not sample.done]
         self._step += 1
-        self._say(self._running)
+        self._say(self._running, events)
 
     def _advance(self, sample: _Sample) -> None:
         generation = sample.stream.generation
@@ -224,7 +228,9 @@ class FakeEngine(EngineClient):
         fields["cached_tokens"] = self.cached_tokens
         return Row(sample.stream.request_id, sample.index, sample.produced, tokens, **fields)
 
-    def _say(self, running: list[_Sample]) -> None:
+    def _say(
+        self, running: list[_Sample], events: list[tuple[str, list[object]]] | None = None
+    ) -> None:
         assert self.info is not None
         pages = self.info.num_pages
         self.snapshot = Snapshot(
@@ -233,4 +239,4 @@ class FakeEngine(EngineClient):
             pages_free=pages - len(running), generated_tokens=self._generated,
         )  # fmt: skip
         for listener in self._listeners:
-            listener(StepResult(1, self._step, [], [], self.snapshot))
+            listener(StepResult(self.epoch, self._step, [], [], self.snapshot, events or []))

@@ -153,6 +153,7 @@ class Answer:
         finally:
             now = self._service.clock()
             for job in record.jobs:
+                self._service.jobs.pop(job.generation.request_id, None)
                 job.release(now)
             self._metrics.request_ended(record, self._outcome())
             self._note()
@@ -192,6 +193,7 @@ class Answer:
             job.place = place
         self._record.accepted = now
         for job in jobs:
+            service.jobs[job.generation.request_id] = (job, self._record)
             job.stream = service.engine.submit(job.generation)
 
     # -- two ways to answer -------------------------------------------------------------------

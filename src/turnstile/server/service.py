@@ -10,7 +10,9 @@ from collections.abc import Callable
 from enum import StrEnum
 
 from turnstile.engine.client import EngineClient, EngineState
+from turnstile.engine.protocol import StepResult
 from turnstile.server.auth import KeyRing
+from turnstile.server.choices import Job
 from turnstile.server.config import ServerConfig
 from turnstile.server.cors import Cors
 from turnstile.server.errors import ApiError, model_loading, shutting_down
@@ -19,6 +21,7 @@ from turnstile.server.gate import Gate, StaticGate
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
 from turnstile.server.sse import KEEP_ALIVE
+from turnstile.server.usage import Record
 
 logger = logging.getLogger("turnstile.server")
 
@@ -61,6 +64,9 @@ class Service:
         self.model: ServedModel | None = None
         self.gate: Gate | None = None
         self.live: set[Exchange] = set()
+        self.jobs: dict[str, tuple[Job, Record]] = {}
+        """What the engine works on, by its request id."""
+        engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -114,6 +120,20 @@ class Service:
         restarted engine must draw the same tokens again.
         """
         return self._seeds.getrandbits(62)
+
+    def _on_step(self, result: StepResult) -> None:
+        """Note who got a slot in this step: their wait is over."""
+        for kind, fields in result.events:
+            if kind.lower() != "admitted":
+                continue
+            time, request_id = fields[0], fields[1]
+            found = self.jobs.get(str(request_id))
+            if found is not None and isinstance(time, float):
+                job, record = found
+                if record.queued is None:
+                    record.queued = time
+                if job.place is not None:
+                    job.place.start(time)
 
     # -- live streams -----------------------------------------------------------------------
 
