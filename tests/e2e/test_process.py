@@ -1,0 +1,158 @@
+"""The process around the server: starting, stopping, exit codes. The engine is a script."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from e2e.harness import ServerProcess, text_of
+
+pytestmark = pytest.mark.e2e
+
+COMMAND = (sys.executable, str(Path(__file__).with_name("scripted.py")))
+
+
+def scripted(model: Path, **settings: Any) -> ServerProcess:
+    return ServerProcess(model, command=COMMAND, **settings)
+
+
+def test_it_starts_serves_and_ends_with_code_0(tiny: Path) -> None:
+    with scripted(tiny) as server:
+        status, answer = server.complete("hi", max_tokens=3)
+        assert status == 200
+        assert answer["usage"]["completion_tokens"] == 3
+        assert answer["model"] == tiny.name
+        server.check()
+        assert "Maximum concurrency for 256 tokens per request: 4.00x" in server.log
+        server.signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+        assert "Traceback" not in server.log
+
+
+def test_while_it_loads_it_answers_503(tiny: Path) -> None:
+    with scripted(tiny, env={"TEST_START": "1"}, wait=False) as server:
+        answer = server.post("/v1/completions", prompt="hi")
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "model_loading"
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/livez").status_code == 200
+        while server.http.get("/readyz").status_code != 200:
+            time.sleep(0.02)
+        assert server.complete("hi", max_tokens=1)[0] == 200
+
+
+def test_a_signal_while_loading_ends_it(tiny: Path) -> None:
+    with scripted(tiny, env={"TEST_START": "60"}, wait=False) as server:
+        server.signal(signal.SIGINT)
+        assert server.wait(10) == 0
+
+
+def test_an_engine_that_cannot_start_is_one_line_and_code_1(tiny: Path) -> None:
+    with scripted(tiny, env={"TEST_START": "fail"}, wait=False) as server:
+        assert server.wait(10) == 1
+        assert "The weights are damaged" in server.log
+        assert "Traceback" not in server.log
+
+
+# B85: an engine that is gone for good ends its streams with an error, and the process.
+def test_an_engine_that_dies_for_good_ends_the_process_with_code_1(tiny: Path) -> None:
+    env = {"TEST_DIE": "1.5", "TEST_DELAY": "0.05"}
+    with scripted(tiny, env=env, canary=False) as server:
+        events = list(server.stream("/v1/completions", prompt="hi", max_tokens=200))
+        assert events[-1]["error"]["message"] == "The engine has died."
+        assert not any(c["finish_reason"] for e in events[:-1] for c in e["choices"])
+        assert server.wait(10) == 1
+
+
+@pytest.mark.parametrize(("signals", "code", "reason"), [(1, 0, "length"), (2, 130, "abort")])
+def test_signals_drain_then_abort(tiny: Path, signals: int, code: int, reason: str) -> None:
+    with scripted(tiny, env={"TEST_DELAY": "0.01"}, canary=False) as server:
+        events = []
+        stream = server.stream("/v1/completions", prompt="hi", max_tokens=100)
+        events.append(next(stream))
+        server.signal(signal.SIGINT)
+        while server.http.get("/readyz").status_code == 200:
+            time.sleep(0.01)
+        late = server.post("/v1/completions", prompt="hi")
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "shutting_down"
+        assert late.headers["connection"] == "close"
+        if signals == 2:
+            server.signal(signal.SIGINT)
+        events += list(stream)
+        assert events[-1]["choices"][0]["finish_reason"] == reason
+        assert (len(text_of(events)) == 100) == (signals == 1)
+        assert server.wait(10) == code
+
+
+def test_the_shutdown_timeout_bounds_the_drain(tiny: Path) -> None:
+    env = {"TEST_DELAY": "0.5"}
+    with scripted(tiny, env=env, canary=False, shutdown_timeout=0.5) as server:
+        stream = server.stream("/v1/completions", prompt="hi", max_tokens=200)
+        first = next(stream)
+        server.signal(signal.SIGTERM)
+        events = [first, *stream]
+        assert events[-1]["choices"][0]["finish_reason"] == "abort"
+        assert server.wait(10) == 0
+
+
+def test_a_unix_socket_serves_and_is_taken_away(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    for _ in range(2):  # the second start finds no stale socket, or removes it
+        with scripted(tiny, uds=path, port=None) as server:
+            assert server.complete("hi", max_tokens=1)[0] == 200
+            server.signal(signal.SIGTERM)
+            assert server.wait(10) == 0
+        assert not path.exists()
+    with scripted(tiny, uds=path, port=None) as server:
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait()
+    assert path.exists()
+    with scripted(tiny, uds=path, port=None) as server:
+        assert server.complete("hi", max_tokens=1)[0] == 200
+
+
+def test_requests_leave_no_descriptors_and_no_tasks_behind(tiny: Path) -> None:
+    with scripted(tiny) as server:
+        process = psutil.Process(server.process.pid)
+        server.check()
+        before = process.num_fds()
+
+        def one(number: int) -> int:
+            if number % 3 == 0:
+                stream = server.stream("/v1/completions", prompt="hi", max_tokens=50)
+                next(stream)
+                stream.close()  # type: ignore[attr-defined]
+                return 200
+            return server.complete("hi", max_tokens=1 + number % 20)[0]
+
+        for _ in range(5):
+            assert set(server.gather([lambda k=k: one(k) for k in range(30)])) == {200}
+        server.reconnect()
+        server.check()
+        time.sleep(0.2)
+        assert process.num_fds() <= before + 1
+
+
+def test_json_logs_have_one_object_a_line(tiny: Path) -> None:
+    with scripted(tiny, log_format="json") as server:
+        server.http.post(
+            "/v1/completions",
+            json={"prompt": "a secret", "max_tokens": 2},
+            headers={"x-request-id": "mine"},
+        )
+        server.signal(signal.SIGTERM)
+        server.wait(10)
+        lines = [json.loads(line) for line in server.log.splitlines()]
+        mine = [line for line in lines if line.get("request_id") == "mine"]
+        assert mine[0]["status"] == 200
+        assert mine[0]["completion_tokens"] == 2
+        assert "secret" not in server.log
