@@ -251,3 +251,12 @@ def test_every_verb_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> Non
         assert verb in VERBS
         assert verb in said
         assert main([verb, "--help"]) == 0
+
+
+def test_help_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--help=prefix"]) == 0
+    said = capsys.readouterr().out
+    assert "--enable-prefix-caching" in said
+    assert "--prefix-sharing" in said
+    assert "--port" not in said
+    assert main(["serve", "--help=xyzzy"]) == EXIT_USAGE

@@ -375,3 +375,18 @@ def test_control_tokens_in_user_text_forge_no_turn(serve: Serve) -> None:
             assert special == [1, 2, 1]  # the user's turn and the assistant's header
 
     asyncio.run(test())
+
+
+def test_compressed_bodies_are_refused_before_they_can_unfold(serve: Serve) -> None:
+    import gzip
+
+    async def test() -> None:
+        async with serve() as served:
+            answer = await served.client.post(
+                "/v1/completions",
+                content=gzip.compress(b'{"prompt": "a"}'),
+                headers={"content-type": "application/json", "content-encoding": "gzip"},
+            )
+            assert answer.status_code == 415
+
+    asyncio.run(test())

@@ -71,10 +71,23 @@ def main(arguments: Sequence[str]) -> int:
 def _run(tokens: Sequence[str]) -> object:
     app = make_app()
     verb = tokens[0] if tokens and tokens[0] in VERBS else ""
+    word = next((t.partition("=")[2] for t in tokens if t.startswith("--help=")), None)
+    if verb and word:
+        return _search(app, verb, word)
     rest, path = settings.take_config(tokens, verb or "turnstile")
     if verb:
         app.config = settings.sources(path, verb)
     return app(settings.normalize(rest), print_error=False, exit_on_error=False)
+
+
+def _search(app: App, verb: str, word: str) -> int:
+    from turnstile.cli.help_search import find_flags, show
+
+    found = find_flags(app, verb, word)
+    if not found:
+        return _complain(f"No flag of {verb} has to do with {word!r}.", EXIT_USAGE)
+    show(found)
+    return 0
 
 
 def describe(error: Exception) -> str:

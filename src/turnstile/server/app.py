@@ -20,7 +20,7 @@ from turnstile.server import chat, completions, docs, info, tokenize
 from turnstile.server.access_log import log_access
 from turnstile.server.errors import ApiError, from_exception, internal_error
 from turnstile.server.exchange import Exchange
-from turnstile.server.service import Service
+from turnstile.server.service import Phase, Service
 
 logger = logging.getLogger("turnstile.server")
 
@@ -95,11 +95,12 @@ class App:
         try:
             await self._serve(exchange)
         except asyncio.CancelledError:
-            # The client went away, or stopped reading: the handler was cancelled for that alone.
-            # Anything else that cancels is the server's own end.
-            if not (exchange.disconnected or "stalled_reader" in exchange.notes):
+            # The client went away or stopped reading, or the server's own end cut it short: all
+            # three are ends of this request, and none is anybody's error.
+            stalled = "stalled_reader" in exchange.notes
+            if not (exchange.disconnected or stalled or service.phase is not Phase.READY):
                 raise
-            exchange.notes["client_gone"] = True
+            exchange.notes["client_gone"] = exchange.disconnected or stalled
         finally:
             exchange.unwatch()
             service.live.discard(exchange)

@@ -38,6 +38,8 @@ class Exchange:
         Of the answer; 0 before its start, 499 where the client left before it.
     notes
         What the access log should say beside the usual: token counts, the finish reason.
+    complete
+        The last piece of the answer is on its way; nothing may follow.
     write_began
         When the write in progress began, None between writes: a reader that stalls shows here.
     last_write
@@ -49,6 +51,7 @@ class Exchange:
         "_send",
         "_watcher",
         "common_headers",
+        "complete",
         "disconnected",
         "id",
         "last_write",
@@ -72,6 +75,7 @@ class Exchange:
         self.status = 0
         self.notes: dict[str, object] = {}
         self.disconnected = False
+        self.complete = False
         self.write_began: float | None = None
         self.last_write = self.started
 
@@ -134,6 +138,9 @@ class Exchange:
 
     async def json_body(self, limit: int, timeout: float) -> bytes:
         """Like :meth:`body`, for a route that takes JSON and nothing else (415)."""
+        coding = self.header(b"content-encoding")
+        if coding not in (None, b"", b"identity"):
+            raise ApiError(415, "Compressed request bodies are not taken; send it as it is.")
         kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
         if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
             raise ApiError(415, "Send the body as JSON, with 'Content-Type: application/json'.")
@@ -197,9 +204,15 @@ class Exchange:
         self.write_began = None
         self.last_write = now
 
+    async def keep_alive(self, comment: bytes, now: float) -> None:
+        """Send a comment, unless the stream has ended meanwhile."""
+        if not self.complete:
+            await self.write(comment, now)
+
     async def end_stream(self, data: bytes = b"") -> None:
         """Send the last piece."""
         self.unwatch()
+        self.complete = True
         await self._send({"type": "http.response.body", "body": data})
 
     async def _start(self, status: int, headers: Headers) -> None:

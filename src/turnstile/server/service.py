@@ -69,6 +69,7 @@ class Service:
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
+        self._writing: set[asyncio.Task[None]] = set()
         self._ticker: asyncio.Task[None] | None = None
 
     def ready(self, model: ServedModel) -> None:
@@ -156,11 +157,11 @@ class Service:
                 await asyncio.sleep(_TICK)
                 now = self.clock()
                 for exchange, task in list(self._streams.items()):
-                    await self._look_after(exchange, task, now)
+                    self._look_after(exchange, task, now)
         finally:
             self._ticker = None
 
-    async def _look_after(self, exchange: Exchange, task: asyncio.Task[None], now: float) -> None:
+    def _look_after(self, exchange: Exchange, task: asyncio.Task[None], now: float) -> None:
         began = exchange.write_began
         if began is not None:
             if now - began > self.config.stalled_reader_timeout:
@@ -170,6 +171,8 @@ class Service:
             return
         interval = self.config.sse_keep_alive_interval
         if 0 < interval <= now - exchange.last_write:
-            # A write that blocks here would hold up all other streams: only start it.
             exchange.last_write = now
-            asyncio.ensure_future(exchange.write(KEEP_ALIVE, now))  # noqa: RUF006
+            # A write that blocks would hold up the look at all other streams: only start it.
+            writing = asyncio.get_running_loop().create_task(exchange.keep_alive(KEEP_ALIVE, now))
+            self._writing.add(writing)
+            writing.add_done_callback(self._writing.discard)
