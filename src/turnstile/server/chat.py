@@ -53,7 +53,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head("chatcmpl", model, request)
-    frames = ChatFrames(head, wishes, model.tokenizer.vocabulary, record)
+    frames = ChatFrames(head, wishes, model.tokenizer, record)
     await Answer(service, exchange, record, frames, stream=bool(request.stream)).run()
 
 

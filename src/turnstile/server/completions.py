@@ -52,9 +52,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         echo=order.echo,
         default_interval=config.stream_interval,
     )
-    frames = CompletionFrames(
-        make_head("cmpl", model, request), wishes, model.tokenizer.vocabulary, record
-    )
+    frames = CompletionFrames(make_head("cmpl", model, request), wishes, model.tokenizer, record)
     stream = bool(request.stream)
     await Answer(service, exchange, record, frames, stream=stream, keep=keep).run()
 

@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnstile.server.choices import Choice, Job
-from turnstile.server.echo import echo_entries, prompt_logprobs_of
+from turnstile.server.prompt_logprobs import prompt_logprobs_of
 from turnstile.server.sse import encode, frame, split_around
 from turnstile.server.usage import Record, metrics_of, timings_of, usage_of
+from turnstile.text.echo import echo_prompt
 from turnstile.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
 from turnstile.text.output import Delta
-from turnstile.text.vocabulary import Vocabulary
+from turnstile.text.tokenizer import Tokenizer
 
 _TEXT = "\0the text goes here\0"
 
@@ -53,8 +54,8 @@ class Frames(ABC):
     ----------
     head, wishes
         What stands in every chunk, and what the client asked to see.
-    vocabulary
-        To write log-probabilities of prompts.
+    tokenizer
+        To write prompts and their log-probabilities.
     record
         Whose jobs these are, and their times.
     """
@@ -62,10 +63,10 @@ class Frames(ABC):
     chunk_object: str
     body_object: str
 
-    def __init__(self, head: Head, wishes: Wishes, vocabulary: Vocabulary, record: Record) -> None:
+    def __init__(self, head: Head, wishes: Wishes, tokenizer: Tokenizer, record: Record) -> None:
         self._head = head
         self._wishes = wishes
-        self._vocabulary = vocabulary
+        self._tokenizer = tokenizer
         self._record = record
         self._plain = not (wishes.logprobs or wishes.token_ids or wishes.continuous_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
@@ -165,7 +166,7 @@ class Frames(ABC):
         """Extras about the prompt that go with the first chunk of a choice, or its body."""
         fields: dict[str, object] = {}
         if self._wishes.prompt_logprobs:
-            fields["prompt_logprobs"] = prompt_logprobs_of(job, self._vocabulary)
+            fields["prompt_logprobs"] = prompt_logprobs_of(job, self._tokenizer.vocabulary)
         if self._wishes.token_ids:
             fields["prompt_token_ids"] = job.generation.prompt
         return fields
@@ -224,7 +225,7 @@ class CompletionFrames(Frames):
     def _echo(self, job: Job) -> list[LogprobEntry]:
         if not (self._wishes.echo and self._wishes.logprobs):
             return []
-        return echo_entries(job, self._vocabulary)
+        return echo_prompt(self._tokenizer, job.generation.prompt, job.prompt_logprobs).entries
 
     def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, object]:
         return completion_logprobs(entries, as_token_ids=self._wishes.tokens_as_ids)

@@ -27,6 +27,7 @@ from turnstile.server.prompts import TokenizedPrompt
 from turnstile.server.service import Service
 from turnstile.server.sse import DONE, error_frames
 from turnstile.server.usage import Record
+from turnstile.text.echo import echo_prompt
 from turnstile.text.output import TextOptions
 from turnstile.text.stop import StopAutomaton
 
@@ -70,7 +71,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
         )
         service.engine.check_fits(len(prompt.ids), max_tokens, params.n)
         if order.echo and prompt.text is None:
-            prompt.text = model.tokenizer.decode(prompt.ids, skip_special_tokens=True)
+            prompt.text = echo_prompt(model.tokenizer, prompt.ids).text
         generation = Generation(
             request_id=common if len(order.prompts) == 1 else f"{common}-{place}",
             prompt=prompt.ids,

@@ -1,24 +1,9 @@
-"""The prompt's own log-probabilities, as echoed completions and scoring tools want them."""
+"""The prompt's own log-probabilities, as vLLM's clients want them."""
 
 from __future__ import annotations
 
 from turnstile.server.choices import Job
-from turnstile.text.detokenizer import Detokenizer
-from turnstile.text.logprobs import LogprobEntry, make_entry
 from turnstile.text.vocabulary import Vocabulary
-
-
-def echo_entries(job: Job, vocabulary: Vocabulary) -> list[LogprobEntry]:
-    """One entry a prompt token; the first has no log-probability, for nothing comes before it."""
-    detokenizer = Detokenizer(vocabulary)
-    values = [None, *job.prompt_logprobs]
-    offset = 0
-    entries = []
-    for place, token in enumerate(job.generation.prompt):
-        value = values[place] if place < len(values) else None
-        entries.append(make_entry(vocabulary, token, value, offset))
-        offset += len(detokenizer.push(token))
-    return entries
 
 
 def prompt_logprobs_of(job: Job, vocabulary: Vocabulary) -> list[dict[str, object] | None]:
