@@ -16,7 +16,7 @@ from turnstile.cli import serve
 from turnstile.cli.main import main
 from turnstile.engine.client import EngineState, EngineUnavailableError
 from turnstile.engine.config import EngineConfig
-from turnstile.engine.protocol import EngineInfo
+from turnstile.engine.protocol import EngineInfo, Loading
 
 
 class ScriptedEngine(FakeEngine):
@@ -26,7 +26,10 @@ class ScriptedEngine(FakeEngine):
         how = os.environ.get("TEST_START", "0")
         if how == "fail":
             raise EngineUnavailableError("The weights are damaged; fetch them again.", self.state)
-        await asyncio.sleep(float(how))
+        for tenth in range(10):
+            self.loading = Loading(1, "reading weights", tenth / 10)
+            await asyncio.sleep(float(how) / 10)
+        self.loading = None
         if "TEST_DIE" in os.environ:
             asyncio.get_running_loop().call_later(float(os.environ["TEST_DIE"]), self.die)
         return await super().start()

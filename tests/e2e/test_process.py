@@ -42,7 +42,9 @@ def test_while_it_loads_it_answers_503(tiny: Path) -> None:
         answer = server.post("/v1/completions", prompt="hi")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "model_loading"
-        assert server.http.get("/health").status_code == 503
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert health.json()["stage"] == "reading weights"
         assert server.http.get("/livez").status_code == 200
         while server.http.get("/readyz").status_code != 200:
             time.sleep(0.02)

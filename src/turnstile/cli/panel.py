@@ -7,10 +7,13 @@ import sys
 from typing import TYPE_CHECKING
 
 from turnstile import __version__
+from turnstile.server.config import ServerConfig
 from turnstile.server.service import Service
 
 if TYPE_CHECKING:
-    from turnstile.engine.protocol import EngineInfo
+    from rich.progress import Progress, TaskID
+
+    from turnstile.engine.protocol import EngineInfo, Loading
 
 logger = logging.getLogger("turnstile.server")
 
@@ -25,12 +28,49 @@ def capacity_line(info: EngineInfo) -> str:
     )
 
 
+def on_terminal(config: ServerConfig) -> bool:
+    """Whether somebody watches who likes bars and panels."""
+    return sys.stderr.isatty() and config.log_format in ("auto", "color")
+
+
+class LoadingBar:
+    """How far loading has come: a bar on a terminal, one log line a stage elsewhere."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self._bar = on_terminal(config)
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+        self._stage = ""
+
+    def show(self, loading: Loading) -> None:
+        """Take the latest news."""
+        if not self._bar:
+            if loading.stage != self._stage:
+                self._stage = loading.stage
+                logger.info("Loading: %s", loading.stage)
+            return
+        if self._progress is None or self._task is None:
+            from rich.console import Console
+            from rich.progress import Progress
+
+            self._progress = Progress(console=Console(stderr=True), transient=True)
+            self._progress.start()
+            self._task = self._progress.add_task(loading.stage, total=1.0)
+        self._progress.update(self._task, description=loading.stage, completed=loading.fraction)
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
 def announce(service: Service, url: str, seconds: float) -> None:
     """Say that the server is ready: a panel on a terminal, log lines elsewhere."""
     info = service.engine.info
     assert info is not None
     assert service.model is not None
-    if sys.stderr.isatty() and service.config.log_format in ("auto", "color"):
+    if on_terminal(service.config):
         _show_panel(service, info, url, seconds)
         return
     names = ", ".join(service.model.names)
@@ -74,6 +114,6 @@ def _show_panel(service: Service, info: EngineInfo, url: str, seconds: float) ->
     console = Console(stderr=True, highlight=False)
     title = f"Turnstile {__version__}, ready in {seconds:.1f} s"
     console.print(Panel(table, title=title, title_align="left", expand=False))
-    console.print(capacity_line(info))
+    console.print(capacity_line(info), soft_wrap=True)
     if service.keys.open:
         console.print("[dim]No API key: whoever reaches this address may use it.[/dim]")

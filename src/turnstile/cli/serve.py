@@ -92,7 +92,7 @@ def _run(
         report=lambda text: logger.info("%s", text),
     )
     engine = make_engine(engine_config)
-    from turnstile.cli.panel import announce
+    from turnstile.cli.panel import LoadingBar, announce
     from turnstile.server.run import run
     from turnstile.server.service import Service
     from turnstile.server.startup import load_model
@@ -100,12 +100,18 @@ def _run(
     environment: dict[str, object] = {"engine_config": vars(engine_config)}
     service = Service(config, engine, environment=environment)
     logger.info("Listening at %s, loading %s", url, source.name)
-    return run(
-        service,
-        listener,
-        lambda: load_model(engine, source, config),
-        lambda: announce(service, url, time.monotonic() - began),
-    )
+    bar = LoadingBar(config)
+
+    def on_ready() -> None:
+        bar.close()
+        announce(service, url, time.monotonic() - began)
+
+    try:
+        return run(
+            service, listener, lambda: load_model(engine, source, config, bar.show), on_ready
+        )
+    finally:
+        bar.close()
 
 
 def make_engine(config: EngineConfig) -> EngineClient:

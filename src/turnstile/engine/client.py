@@ -14,7 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from turnstile.engine.params import SamplingParams
-from turnstile.engine.protocol import EngineInfo, Row, Snapshot, StepResult
+from turnstile.engine.protocol import EngineInfo, Loading, Row, Snapshot, StepResult
 
 
 class EngineState(StrEnum):
@@ -92,6 +92,8 @@ class EngineClient(ABC):
     """None until the first engine is ready."""
     snapshot: Snapshot
     """The latest; all zero before the first step."""
+    loading: Loading | None = None
+    """How far loading has come; None before it begins and after it has ended."""
 
     @abstractmethod
     async def start(self) -> EngineInfo:

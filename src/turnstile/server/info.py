@@ -32,7 +32,11 @@ async def model_card(service: Service, exchange: Exchange) -> None:
 
 async def health(service: Service, exchange: Exchange) -> None:
     """200 while the engine is alive and either idle or ended a step recently; 503 otherwise."""
-    if service.phase is Phase.LOADING:
+    loading = service.engine.loading
+    if service.phase is Phase.LOADING and loading is not None:
+        told = {"status": "loading", "stage": loading.stage, "fraction": loading.fraction}
+        await exchange.respond_json(told, 503)
+    elif service.phase is Phase.LOADING:
         await _status(exchange, 503, "loading")
     elif service.phase is Phase.FAILED or not service.engine.healthy:
         await _status(exchange, 503, "unhealthy")
