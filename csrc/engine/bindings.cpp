@@ -182,6 +182,14 @@ NB_MODULE(turnstile_kernels, m) {
             const_cast<float*>(self.step().logits()), {static_cast<size_t>(rows), static_cast<size_t>(head.vocabulary)},
             nb::find(self), {self.step().logits_stride(), 1});
       }, "Run what was recorded; the logits are valid until the next run.")
+      .def("laps", [](Engine& self) {
+        const char* names[kLaps] = {"embed", "norm for qkv", "qkv", "rope, write K V", "attention", "quantise for o",
+                                    "o", "norm for mlp", "gate, up, silu", "quantise for down", "down",
+                                    "norm for head", "head"};
+        nb::dict laps;
+        for (int i = 0; i < kLaps; ++i) laps[names[i]] = self.step().laps()[i];
+        return laps;
+      }, "Seconds spent in each part of all steps so far.")
       .def("argmax", [](Engine& self, const LogitRows& logits, LongOut out) {
         argmax(self.team(), self.kernels(), logits_of(logits), out.data());
       }, nb::call_guard<nb::gil_scoped_release>())

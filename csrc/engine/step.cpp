@@ -18,6 +18,10 @@ void grow(Buffer& buffer, size_t bytes) {
   if (buffer.bytes() < bytes) buffer = Buffer(bytes);
 }
 
+int first_seen(const Attention& shape, int position) {
+  return shape.window ? std::max(0, position + 1 - shape.window) : 0;
+}
+
 uint32_t blocks_of(int rows) { return static_cast<uint32_t>((rows + kRowBlock - 1) / kRowBlock); }
 
 }  // namespace
@@ -127,6 +131,7 @@ void Step::reserve(const Head& head) {
 void Step::run(const Head& last) {
   reserve(last);
   const int phases = kMaxPhases * (static_cast<int>(program_.size()) + 1);
+  stopwatch_.start();
   team_.run(phases, [&](Member& member) {
     for (const Recorded& recorded : program_) execute(member, recorded);
     head(member, last);
@@ -164,6 +169,7 @@ void Step::embed(Member& member, const Embedding& embedding) {
       std::fill(to + embedding.width, to + hidden_stride_ / 4, 0.0f);
     }
   });
+  stopwatch_.lap(member, Lap::embed);
 }
 
 Step::Activations Step::input_of(Member& member, const Linear& linear, const Buffer& from, size_t stride, int width,
@@ -207,9 +213,12 @@ void Step::attention_input(Member& member, const Layer& layer, const Pool& pool,
   const int rows = batch_.tokens;
   const Activations input = input_of(member, layer.qkv, hidden_, hidden_stride_, layer.hidden, rows,
                                      layer.input_norm.data(), layer.eps);
+  stopwatch_.lap(member, Lap::qkv_input);
   multiply(member, kernels_, layer.qkv, input.rows, input.scale, rows,
            {Finish::store, qkv_.data(), 4 * static_cast<size_t>(layer.qkv.padded_outputs())});
+  stopwatch_.lap(member, Lap::qkv);
   rotate_and_write(member, layer, pool, index);
+  stopwatch_.lap(member, Lap::write);
 }
 
 void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index) {
@@ -240,25 +249,37 @@ void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool
 void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index) {
   const int heads = layer.attention.kv_heads;
   member.share(static_cast<uint32_t>(chunks_.size() * heads), [&](uint32_t item) {
-    attend_chunk(layer, pool, index, chunks_[item / heads], item % heads, private_[member.index()]);
+    Private& mine = private_[member.index()];
+    const uint32_t next = item + 1;
+    find_blocks(layer, pool, index, chunks_[item / heads], item % heads, mine.blocks);
+    mine.ahead.seen.clear();
+    mine.ahead.first = 0;
+    if (next < chunks_.size() * heads)
+      find_blocks(layer, pool, index, chunks_[next / heads], next % heads, mine.ahead);
+    attend_chunk(layer, pool, chunks_[item / heads], item % heads, mine);
   });
+  stopwatch_.lap(member, Lap::attend);
 }
 
-void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine) {
-  const Attention& shape = layer.attention;
-  const int d = shape.head_dim, group = shape.heads / shape.kv_heads;
+// The blocks that a chunk sees, by their place in the sequence.
+void Step::find_blocks(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Blocks& blocks) {
   const int per_page = batch_.page_size / kTokens;
   const int32_t* table = batch_.page_tables + chunk.sequence * batch_.table_stride;
-  const auto first_seen = [&](int position) { return shape.window ? std::max(0, position + 1 - shape.window) : 0; };
   const int start = batch_.positions[chunk.token];
-  const int end = start + chunk.count;
-  const int last_block = (end - 1) / kTokens;
-  mine.blocks.resize(last_block + 1);
-  for (int block = first_seen(start) / kTokens; block <= last_block; ++block)
-    mine.blocks[block] = pool.block(table[block / per_page], index, block % per_page, head);
+  const int last = (start + chunk.count - 1) / kTokens;
+  blocks.seen.resize(last + 1);
+  blocks.first = first_seen(layer.attention, start) / kTokens;
+  for (int block = blocks.first; block <= last; ++block)
+    blocks.seen[block] = pool.block(table[block / per_page], index, block % per_page, head);
+}
+
+void Step::attend_chunk(const Layer& layer, const Pool& pool, const Run& chunk, int head, Private& mine) {
+  const Attention& shape = layer.attention;
+  const int d = shape.head_dim, group = shape.heads / shape.kv_heads;
+  const int start = batch_.positions[chunk.token];
   const bool narrow = format_ == Format::bfloat16;
   AttendTask task{};
-  task.blocks = mine.blocks.data();
+  task.blocks = mine.blocks.seen.data();
   task.format = pool.shape().format;
   task.out_bfloat16 = narrow;
   task.group = group;
@@ -269,8 +290,12 @@ void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const R
     const size_t token = chunk.token + i;
     task.queries = reinterpret_cast<const float*>(qkv_.data()) + token * layer.qkv.padded_outputs() + head * group * d;
     task.out = attended_.data() + (token * layer.o.inputs() + head * group * d) * (narrow ? 2 : 4);
-    task.first = first_seen(start + i);
+    task.first = first_seen(shape, start + i);
     task.last = start + i + 1;
+    if (i + 1 == chunk.count) {
+      task.ahead = mine.ahead.seen.data() + mine.ahead.first;
+      task.num_ahead = static_cast<int>(mine.ahead.seen.size()) - mine.ahead.first;
+    }
     kernels_.attend(task);
   }
 }
@@ -280,16 +305,20 @@ void Step::attention_output(Member& member, const Layer& layer) {
   Activations input{attended_.data(), nullptr};
   if (format_ == Format::int8)
     input = input_of(member, layer.o, attended_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+  stopwatch_.lap(member, Lap::o_input);
   multiply(member, kernels_, layer.o, input.rows, input.scale, batch_.tokens,
            {Finish::add, hidden_.data(), hidden_stride_});
+  stopwatch_.lap(member, Lap::o);
 }
 
 void Step::mlp_input(Member& member, const Layer& layer) {
   const Activations input = input_of(member, layer.gate_up, hidden_, hidden_stride_, layer.hidden,
                                      batch_.tokens, layer.output_norm.data(), layer.eps);
+  stopwatch_.lap(member, Lap::mlp_input);
   const bool narrow = format_ == Format::bfloat16;
   multiply(member, kernels_, layer.gate_up, input.rows, input.scale, batch_.tokens,
            {Finish::silu_product, product_.data(), (narrow ? 2 : 4) * static_cast<size_t>(layer.down.inputs()), narrow});
+  stopwatch_.lap(member, Lap::gate_up);
 }
 
 void Step::mlp_output(Member& member, const Layer& layer) {
@@ -297,16 +326,20 @@ void Step::mlp_output(Member& member, const Layer& layer) {
   Activations input{product_.data(), nullptr};
   if (format_ == Format::int8)
     input = input_of(member, layer.down, product_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+  stopwatch_.lap(member, Lap::down_input);
   multiply(member, kernels_, layer.down, input.rows, input.scale, batch_.tokens,
            {Finish::add, hidden_.data(), hidden_stride_});
+  stopwatch_.lap(member, Lap::down);
 }
 
 void Step::head(Member& member, const Head& head) {
   if (batch_.rows == 0) return;
   const Activations input = input_of(member, head.projection, hidden_, hidden_stride_, head.hidden,
                                      batch_.rows, head.norm.data(), head.eps, batch_.logit_rows);
+  stopwatch_.lap(member, Lap::head_input);
   multiply(member, kernels_, head.projection, input.rows, input.scale, batch_.rows,
            {Finish::store, logits_.data(), 4 * static_cast<size_t>(logits_stride_)});
+  stopwatch_.lap(member, Lap::head);
 }
 
 }  // namespace turnstile

@@ -2,6 +2,7 @@
 // one entry from Python a step, no lock held, and no thread put to sleep between operations.
 #pragma once
 
+#include <chrono>
 #include <vector>
 
 #include "engine/layer.h"
@@ -25,6 +26,26 @@ struct Embedding {
   int vocabulary, width;
 };
 
+// Where the time of a step goes, as member 0 sees it: waiting for the others included.
+enum class Lap { embed, qkv_input, qkv, write, attend, o_input, o, mlp_input, gate_up, down_input, down, head_input, head };
+constexpr int kLaps = 13;
+
+class Stopwatch {
+ public:
+  void start() { last_ = Clock::now(); }
+  void lap(const Member& member, Lap lap) {
+    if (member.index()) return;
+    const auto now = Clock::now();
+    seconds[static_cast<int>(lap)] += std::chrono::duration<double>(now - last_).count();
+    last_ = now;
+  }
+  double seconds[kLaps] = {};
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  Clock::time_point last_;
+};
+
 enum class Operation { embed, attention_input, attend, attention_output, mlp_input, mlp_output, head };
 
 class Step {
@@ -39,6 +60,8 @@ class Step {
   void run(const Head& head);
   const float* logits() const { return logits_.as<float>(); }
   int64_t logits_stride() const { return logits_stride_; }
+  // Seconds of every lap since the beginning.
+  const double* laps() const { return stopwatch_.seconds; }
 
  private:
   struct Recorded {
@@ -50,9 +73,10 @@ class Step {
   };
   struct Run { int sequence, token, count; };  // consecutive tokens of a sequence
   struct Activations { const uint8_t* rows; const float* scale; };
+  struct Blocks { std::vector<const uint8_t*> seen; int first = 0; };
   struct Private {  // of one member
     Buffer floats, attend, rows, scale;
-    std::vector<const uint8_t*> blocks;
+    Blocks blocks, ahead;  // of the task at hand, of the one that will probably follow
   };
 
   void check_pages(const Pool& pool, int window) const;
@@ -62,7 +86,8 @@ class Step {
   void attention_input(Member& member, const Layer& layer, const Pool& pool, int index);
   void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index);
   void attend(Member& member, const Layer& layer, const Pool& pool, int index);
-  void attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine);
+  void find_blocks(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Blocks& blocks);
+  void attend_chunk(const Layer& layer, const Pool& pool, const Run& chunk, int head, Private& mine);
   void attention_output(Member& member, const Layer& layer);
   void mlp_input(Member& member, const Layer& layer);
   void mlp_output(Member& member, const Layer& layer);
@@ -82,6 +107,7 @@ class Step {
   size_t hidden_stride_ = 0;
   int64_t logits_stride_ = 0;
   std::vector<Private> private_;
+  Stopwatch stopwatch_;
   const Pool* checked_ = nullptr;  // whose page ids were checked in this step, for which window
   int checked_window_ = 0;
 };

@@ -27,8 +27,8 @@ constexpr int kGroup = 2, kVectors = 1;
 // What the three storage formats share: views of the scratch memory for `kGroup` heads.
 struct Scratch {
   float* scores;    // [kGroup][kSpan]
-  int32_t* weights; // per block, step and head: the words to broadcast (two for int8)
-  int32_t* query;   // per step and head: the words to broadcast (two for int8)
+  int32_t* weights; // per block and head: the words to broadcast
+  int32_t* query;   // per head: the words to broadcast
   float* result;    // [2][kGroup][head_dim]: the spans so far, this span
 };
 
@@ -56,8 +56,9 @@ struct Edge {  // the tokens of a block that are seen: low <= slot < high
   bool whole() const { return low == 0 && high == kTokens; }
 };
 
-INLINE void prefetch_block(const uint8_t* block, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(block + i);
+// Into the second-level cache: the blocks of the next span or the next task, while this one computes.
+INLINE void prefetch(const uint8_t* block, int bytes) {
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(block + i, 0, 2);
 }
 
 // -- float32 and bfloat16 ------------------------------------------------------------------------
@@ -66,9 +67,7 @@ struct Float32Cache {
   static constexpr int kStep = 1;  // dimensions or tokens of a word
   INLINE F step(F acc, int32_t x, I y) { return fma(bits_f(splat_i(x)), bits_f(y), acc); }
   INLINE int block_bytes(int d) { return 2 * 4 * d * kTokens; }
-  INLINE void words(const float* x, int32_t* out, int stride, int count) {
-    for (int i = 0; i < count; ++i) __builtin_memcpy(out + i * stride, x + i, 4);
-  }
+  INLINE void words(F x, int32_t* out) { store_i(out, bits_i(x)); }
   INLINE int32_t seen(Edge edge, int step) { return step >= edge.low && step < edge.high ? -1 : 0; }
 };
 
@@ -76,13 +75,7 @@ struct Bfloat16Cache {
   static constexpr int kStep = 2;
   INLINE F step(F acc, int32_t x, I y) { return dot2(acc, splat_i(x), y); }
   INLINE int block_bytes(int d) { return 2 * 2 * d * kTokens; }
-  INLINE void words(const float* x, int32_t* out, int stride, int count) {
-    uint16_t halves[16];
-    for (int i = 0; i < count; i += 16) {
-      store_bf16(halves, load(x + i));
-      for (int pair = 0; pair < 8; ++pair) __builtin_memcpy(out + (i / 2 + pair) * stride, halves + 2 * pair, 4);
-    }
-  }
+  INLINE void words(F x, int32_t* out) { store_bf16(reinterpret_cast<uint16_t*>(out), x); }
   INLINE int32_t seen(Edge edge, int step) {
     const uint32_t a = 2 * step >= edge.low && 2 * step < edge.high ? 0x0000FFFFu : 0;
     const uint32_t b = 2 * step + 1 >= edge.low && 2 * step + 1 < edge.high ? 0xFFFF0000u : 0;
@@ -99,7 +92,7 @@ INLINE void float_scores(const uint8_t* block, const int32_t* query, int steps, 
     for (int odd = 0; odd < 2; ++odd) {
       const I keys = load_i(block + 64 * static_cast<size_t>(step + odd));
       for (int h = 0; h < heads; ++h)
-        acc[h][odd] = Cache::step(acc[h][odd], query[(step + odd) * heads + h], keys);
+        acc[h][odd] = Cache::step(acc[h][odd], query[h * steps + step + odd], keys);
     }
   }
   for (int h = 0; h < heads; ++h) out[h] = acc[h][0] + acc[h][1];
@@ -118,14 +111,14 @@ static void float_values(const AttendTask& task, const int32_t* weights, int fro
     const uint8_t* values = task.blocks[block] + Cache::block_bytes(d) / 2 + 4 * static_cast<size_t>(dim);
     const int32_t* words = weights + (block - from) * steps * heads;
     const Edge edge = Edge::of(task, block);
-    for (int step = 0; step < steps; ++step, words += heads) {
+    for (int step = 0; step < steps; ++step) {
       I v[vectors];
       for (int i = 0; i < vectors; ++i)
         v[i] = load_i(values + 4 * static_cast<size_t>(step) * d + 64 * i);
       if (!edge.whole())
         for (int i = 0; i < vectors; ++i) v[i] = v[i] & splat_i(Cache::seen(edge, step));
       for (int h = 0; h < heads; ++h)
-        for (int i = 0; i < vectors; ++i) acc[h][i] = Cache::step(acc[h][i], words[h], v[i]);
+        for (int i = 0; i < vectors; ++i) acc[h][i] = Cache::step(acc[h][i], words[h * steps + step], v[i]);
     }
   }
   for (int h = 0; h < heads; ++h)
@@ -136,8 +129,8 @@ template <class Cache>
 struct FloatAttention {
   template <int heads>
   INLINE void prepare(const AttendTask& task, int head, const Scratch& s) {
-    for (int h = 0; h < heads; ++h)
-      Cache::words(task.queries + static_cast<size_t>(head + h) * task.head_dim, s.query + h, heads, task.head_dim);
+    const float* x = task.queries + static_cast<size_t>(head) * task.head_dim;
+    for (int i = 0; i < heads * task.head_dim; i += 16) Cache::words(load(x + i), s.query + i / Cache::kStep);
   }
   template <int heads>
   INLINE void scores(const AttendTask& task, const Scratch& s, int block, F* out) {
@@ -148,13 +141,9 @@ struct FloatAttention {
   // The weights p[16] of a block, as words.
   struct Weigher {
     explicit Weigher(const AttendTask&, int, int) {}
-    INLINE void put(const AttendTask&, F p, Edge, int, int32_t* words, int heads) {
-      float lanes[16];
-      store(lanes, p);
-      Cache::words(lanes, words, heads, kTokens);
-    }
+    INLINE void put(const AttendTask&, F p, Edge, int, int32_t* words) { Cache::words(p, words); }
   };
-  static constexpr int kWords = kTokens / Cache::kStep, kPlanes = 1;  // of a block and head
+  static constexpr int kWords = kTokens / Cache::kStep;  // of a block and head
   template <int heads, int vectors>
   INLINE void values(const AttendTask& task, const Scratch& s, int from, int to, int dim, const Weigher&,
                      float* out) {
@@ -166,7 +155,7 @@ struct FloatAttention {
 // Queries and weights keep 16 bits, as two bytes each, so that only K and V are rounded to 8.
 
 struct Int8Attention {
-  static constexpr int kWords = 2 * kTokens / 4, kPlanes = 2;  // of a block and head: high, low
+  static constexpr int kWords = 2 * kTokens / 4;  // of a block and head: high bytes, low bytes
 
   // Query words, then, per head: scale, 128 * sum of the high bytes, 128 * sum of the low ones.
   struct Query { float scale; int32_t high, low; };
@@ -188,20 +177,15 @@ struct Int8Attention {
       const float largest = highest(highest_lane);
       const F inverse = splat(largest > 0 ? 32512.0f / largest : 0.0f);
       I sum_high = splat_i(0), sum_low = splat_i(0);
-      uint8_t high_bytes[16], low_bytes[16];
+      auto* bytes = reinterpret_cast<uint8_t*>(s.query) + static_cast<size_t>(2 * h) * d;
       for (int i = 0; i < d; i += 16) {
         const I q = round_i(load(x + i) * inverse);
         const I high = right<8>(q + splat_i(128));
         const I low = q - left<8>(high);
         sum_high = sum_high + high;
         sum_low = sum_low + low;
-        store_u8(high_bytes, high);
-        store_u8(low_bytes, low);
-        for (int quad = 0; quad < 4; ++quad) {
-          int32_t* to = s.query + ((i / 4 + quad) * heads + h) * 2;
-          __builtin_memcpy(to, high_bytes + 4 * quad, 4);
-          __builtin_memcpy(to + 1, low_bytes + 4 * quad, 4);
-        }
+        store_u8(bytes + i, high);
+        store_u8(bytes + d + i, low);
       }
       Query& query = query_of(task, s)[h];
       query.scale = (largest / 32512.0f + sum(probe)) * task.scale;
@@ -217,12 +201,12 @@ struct Int8Attention {
     const uint8_t* keys = data + 4 * kTokens;
     I high[heads], low[heads];
     for (int h = 0; h < heads; ++h) high[h] = low[h] = splat_i(0);
-    for (int quad = 0; quad < task.head_dim / 4; ++quad) {
+    const int quads = task.head_dim / 4;
+    for (int quad = 0; quad < quads; ++quad) {
       const I k = load_i(keys + 64 * static_cast<size_t>(quad));
-      const int32_t* words = s.query + quad * heads * 2;
       for (int h = 0; h < heads; ++h) {
-        high[h] = dot4(high[h], k, splat_i(words[2 * h]));
-        low[h] = dot4(low[h], k, splat_i(words[2 * h + 1]));
+        high[h] = dot4(high[h], k, splat_i(s.query[2 * h * quads + quad]));
+        low[h] = dot4(low[h], k, splat_i(s.query[(2 * h + 1) * quads + quad]));
       }
     }
     const Query* query = query_of(task, s);
@@ -253,21 +237,13 @@ struct Int8Attention {
       unit = largest / 65280.0f;
       inverse = largest > 0 ? 65280.0f / largest : 0.0f;
     }
-    INLINE void put_one(F scaled, int32_t* words, int heads) {
-      const I q = round_i(scaled);
-      uint8_t high[16], low[16];
-      store_u8(high, right<8>(q));
-      store_u8(low, q);
-      for (int quad = 0; quad < 4; ++quad) {
-        __builtin_memcpy(words + quad * heads * 2, high + 4 * quad, 4);
-        __builtin_memcpy(words + quad * heads * 2 + 1, low + 4 * quad, 4);
-      }
-    }
-    void put(const AttendTask& task, F p, Edge edge, int block, int32_t* words, int heads) {
+    void put(const AttendTask& task, F p, Edge edge, int block, int32_t* words) {
       F scaled = p * (load(value_scale(task, block)) * splat(inverse));
       if (!edge.whole()) scaled = between(scaled, splat(0.0f), edge.low, edge.high);
       probe = fma(scaled, splat(0.0f), probe);
-      put_one(scaled, words, heads);
+      const I q = round_i(scaled);
+      store_u8(reinterpret_cast<uint8_t*>(words), right<8>(q));
+      store_u8(reinterpret_cast<uint8_t*>(words + 4), q);
     }
   };
 
@@ -281,15 +257,18 @@ struct Int8Attention {
     const int32_t* words = s.weights;
     for (int block = from; block < to; ++block) {
       const uint8_t* data = task.blocks[block] + (8 + static_cast<size_t>(d)) * kTokens + 4 * static_cast<size_t>(dim);
-      for (int quad = 0; quad < 4; ++quad, words += 2 * heads) {
-        for (int i = 0; i < vectors; ++i) {
-          const I v = load_i(data + 4 * static_cast<size_t>(quad) * d + 64 * i);
-          for (int h = 0; h < heads; ++h) {
-            high[h][i] = dot4(high[h][i], splat_i(words[2 * h]), v);
-            low[h][i] = dot4(low[h][i], splat_i(words[2 * h + 1]), v);
+      for (int quad = 0; quad < 4; ++quad) {
+        I v[vectors];
+        for (int i = 0; i < vectors; ++i) v[i] = load_i(data + 4 * static_cast<size_t>(quad) * d + 64 * i);
+        for (int h = 0; h < heads; ++h) {
+          const I p_high = splat_i(words[kWords * h + quad]), p_low = splat_i(words[kWords * h + 4 + quad]);
+          for (int i = 0; i < vectors; ++i) {
+            high[h][i] = dot4(high[h][i], p_high, v[i]);
+            low[h][i] = dot4(low[h][i], p_low, v[i]);
           }
         }
       }
+      words += kWords * heads;
     }
     const F unit = splat(weigher.unit + sum(weigher.probe));
     for (int h = 0; h < heads; ++h)
@@ -302,13 +281,14 @@ struct Int8Attention {
 
 template <class Cache, int heads>
 static void span_of(const AttendTask& task, const Scratch& s, int from, int to, float* maximum, float* total,
-                    bool merge) {
+                    bool merge, const uint8_t* const* ahead, int num_ahead) {
   const int d = task.head_dim;
   const F nothing = splat(-__builtin_inff());
   F highest_lane[heads];
   for (int h = 0; h < heads; ++h) highest_lane[h] = nothing;
   for (int block = from; block < to; ++block) {
-    if (block + 1 < to) prefetch_block(task.blocks[block + 1], Cache::block_bytes(d));
+    const int next = block - from;
+    if (next < num_ahead) prefetch(ahead[next], Cache::block_bytes(d) / 2);
     F out[heads];
     Cache::template scores<heads>(task, s, block, out);
     const Edge edge = Edge::of(task, block);
@@ -331,8 +311,9 @@ static void span_of(const AttendTask& task, const Scratch& s, int from, int to, 
       F p = exp(load(s.scores + h * kSpan + (block - from) * kTokens) - splat(next));
       if (!edge.whole()) p = between(p, splat(0.0f), edge.low, edge.high);
       sum_lane = sum_lane + p;
-      constexpr int per_head = Cache::kWords;
-      weigher.put(task, p, edge, block, s.weights + (block - from) * per_head * heads + h * Cache::kPlanes, heads);
+      weigher.put(task, p, edge, block, s.weights + ((block - from) * heads + h) * Cache::kWords);
+      if (h + 1 == heads && block - from < num_ahead)
+        prefetch(ahead[block - from] + Cache::block_bytes(d) / 2, Cache::block_bytes(d) / 2);
     }
     const float span_total = sum(sum_lane);
     total[h] = merge ? total[h] * keep[h] + span_total : span_total;
@@ -358,7 +339,9 @@ static void heads_of(const AttendTask& task, int head, const Scratch& s) {
   for (int block = task.first / kTokens; block < end; merge = true) {
     const int stop = (block / kSpanBlocks + 1) * kSpanBlocks;
     const int to = stop < end ? stop : end;
-    span_of<Cache, heads>(task, s, block, to, maximum, total, merge);
+    const bool more = to < end;  // then the next span is ahead
+    span_of<Cache, heads>(task, s, block, to, maximum, total, merge, more ? task.blocks + to : task.ahead,
+                          more ? end - to : task.num_ahead);
     block = to;
   }
   for (int h = 0; h < heads; ++h) {

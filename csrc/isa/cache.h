@@ -18,6 +18,17 @@ INLINE float head_scale(const float* x, int head_dim, float* inverse) {
   return largest / 127.0f + sum(probe);
 }
 
+// Byte `place` of 16 lanes in memory = the low byte of q.
+INLINE void put_byte(uint8_t* lanes, int place, I q) {
+  const I others = load_i(lanes) & splat_i(static_cast<int32_t>(~(0xFFu << (8 * place))));
+  switch (place) {
+    case 0: return store_i(lanes, others | q);
+    case 1: return store_i(lanes, others | left<8>(q));
+    case 2: return store_i(lanes, others | left<16>(q));
+    default: return store_i(lanes, others | left<24>(q));
+  }
+}
+
 static void write_int8(const WriteTask& task) {
   const int d = task.head_dim, slot = task.slot;
   float* key_scale = reinterpret_cast<float*>(task.block);
@@ -34,9 +45,8 @@ static void write_int8(const WriteTask& task) {
   }
   value_scale[slot] = head_scale(task.value, d, &inverse);
   for (int i = 0; i < d; i += 16) {
-    store_u8(bytes, round_i(load(task.value + i) * splat(inverse)));
-    uint8_t* to = values + (static_cast<size_t>(slot / 4) * d + i) * 4 + slot % 4;
-    for (int lane = 0; lane < 16; ++lane) to[4 * lane] = bytes[lane];
+    const I q = round_i(load(task.value + i) * splat(inverse)) & splat_i(0xFF);
+    put_byte(values + (static_cast<size_t>(slot / 4) * d + i) * 4, slot % 4, q);
   }
 }
 

@@ -88,6 +88,8 @@ struct WriteTask {
 
 struct AttendTask {       // one token, the query heads of one KV head
   const uint8_t* const* blocks;  // of tokens 0..15, 16..31, ...; unseen ones are never read
+  const uint8_t* const* ahead;   // blocks wanted soon, to be fetched meanwhile
+  int num_ahead;
   Format format;
   const float* queries;   // [group, head_dim]
   uint8_t* out;           // [group, head_dim], float32 or bfloat16
