@@ -9,6 +9,8 @@ namespace turnstile {
 
 namespace {
 
+constexpr int kMaxRotation = 64;  // 512 is no better for perplexity and costs three more stages
+
 uint16_t bfloat16_of(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, 4);
@@ -18,6 +20,24 @@ uint16_t bfloat16_of(float x) {
 
 int per_step(Format format) {
   return format == Format::int8 ? 4 : format == Format::bfloat16 ? 2 : 1;
+}
+
+// The largest power of two that divides the inputs, so that every block is whole.
+int rotation_of(int inputs) { return std::min(inputs & -inputs, kMaxRotation); }
+
+// The inverse of what the kernels do to activations (see isa/rows.h): the transform over the block size.
+void rotate(std::vector<float>& x, int block) {
+  const auto count = static_cast<int>(x.size());
+  for (int stride = 1; stride < block; stride *= 2) {
+    for (int start = 0; start < count; start += 2 * stride) {
+      for (int i = start; i < start + stride; ++i) {
+        const float a = x[i], b = x[i + stride];
+        x[i] = a + b;
+        x[i + stride] = a - b;
+      }
+    }
+  }
+  for (float& value : x) value /= static_cast<float>(block);
 }
 
 }  // namespace
@@ -39,14 +59,17 @@ Linear::Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool 
   weights_.inputs = (parts[0].inputs + 15) / 16 * 16;
   weights_.steps = weights_.inputs / per_step(format);
   weights_.panels = interleave ? group : (outputs + kPanel - 1) / kPanel;
+  weights_.rotation = format == Format::int8 ? rotation_of(weights_.inputs) : 0;
   data_ = Buffer(static_cast<size_t>(weights_.panels) * weights_.steps * kStepBytes);
   scale_.assign(padded_outputs(), 0.0f);
   sum128_.assign(padded_outputs(), 0);
   if (biased) bias_.assign(padded_outputs(), 0.0f);
+  std::vector<float> row_inputs(weights_.inputs);
   int base = 0;
   for (size_t p = 0; p < parts.size(); ++p) {
     for (int row = 0; row < parts[p].outputs; ++row)
-      pack_row(parts[p], row, interleave ? row / 16 * kPanel + static_cast<int>(p) * 16 + row % 16 : base + row);
+      pack_row(parts[p], row, interleave ? row / 16 * kPanel + static_cast<int>(p) * 16 + row % 16 : base + row,
+               row_inputs);
     base += parts[p].outputs;
   }
   weights_.data = data_.data();
@@ -57,16 +80,19 @@ Linear::Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool 
 
 // int8: q = round(w / scale), scale = max|w| / 127 of the output. The products take activations as
 // q + 128 (the hardware multiplies unsigned by signed), so 128 * sum(q) is subtracted afterwards.
-void Linear::pack_row(const Matrix& part, int row, int output) {
-  const float* w = part.data + static_cast<size_t>(row) * part.inputs;
+void Linear::pack_row(const Matrix& part, int row, int output, std::vector<float>& inputs) {
+  const float* from = part.data + static_cast<size_t>(row) * part.inputs;
+  std::fill(std::copy(from, from + part.inputs, inputs.begin()), inputs.end(), 0.0f);
+  if (weights_.rotation) rotate(inputs, weights_.rotation);
+  const float* w = inputs.data();
   uint8_t* panel = data_.data() + static_cast<size_t>(output / kPanel) * weights_.steps * kStepBytes + output % kPanel * 4;
   if (part.bias) bias_[output] = part.bias[row];
   float largest = 0;
-  for (int i = 0; i < part.inputs; ++i) largest = std::max(largest, std::fabs(w[i]));
+  for (int i = 0; i < weights_.inputs; ++i) largest = std::max(largest, std::fabs(w[i]));
   const float scale = largest / 127.0f;
   const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
   int32_t sum = 0;
-  for (int i = 0; i < part.inputs; ++i) {
+  for (int i = 0; i < weights_.inputs; ++i) {
     switch (weights_.format) {
       case Format::int8: {
         const auto q = static_cast<int8_t>(std::lrintf(w[i] * inverse));

@@ -32,7 +32,7 @@ class Linear {
   size_t bytes() const { return data_.bytes(); }
 
  private:
-  void pack_row(const Matrix& part, int row, int output);
+  void pack_row(const Matrix& part, int row, int output, std::vector<float>& inputs);
 
   Weights weights_{};
   Buffer data_;

@@ -184,6 +184,7 @@ Step::Activations Step::input_of(Member& member, const Linear& linear, const Buf
   task.eps = eps;
   task.format = format_;
   task.wide = linear.weights().wide;
+  task.rotation = linear.weights().rotation;
   task.out = together ? mine.rows.data() : activations_.data();
   task.out_stride = linear.row_bytes();
   task.scale = together ? mine.scale.as<float>() : scales_.as<float>();

@@ -27,6 +27,7 @@ struct Weights {
   int steps;              // of a panel
   int panels;
   bool wide;              // int8 only: activations as two bytes (high row, low row)
+  int rotation;           // int8 only: both sides are rotated in blocks of so many inputs, or 0
   const uint8_t* data;
   const float* scale;     // int8: [panels * 32]
   const int32_t* sum128;  // int8: 128 * (sum of the output's weights), see pack
@@ -56,6 +57,7 @@ struct NormTask {         // RMS norm of each row, then stored in `format`
   float eps;
   Format format;
   bool wide;
+  int rotation;
   uint8_t* out;
   size_t out_stride;
   float* scale;

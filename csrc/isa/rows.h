@@ -17,6 +17,24 @@ INLINE float inverse_rms(const float* x, int width, float eps) {
   return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
 }
 
+// Hadamard transform of each block of `block` values (a power of two, at least 16), not normalised.
+// An outlier is spread over its block, so that one scale a row suits all of them; the weights are
+// rotated by the inverse when packed, so the product is the same (QuaRot, arXiv:2404.00456, here in
+// blocks and on the fly).
+INLINE void rotate(float* x, int count, int block) {
+  for (int i = 0; i < count; i += 16)
+    store(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + i))))));
+  for (int stride = 16; stride < block; stride *= 2) {
+    for (int start = 0; start < count; start += 2 * stride) {
+      for (int i = start; i < start + stride; i += 16) {
+        const F a = load(x + i), b = load(x + i + stride);
+        store(x + i, a + b);
+        store(x + i + stride, a - b);
+      }
+    }
+  }
+}
+
 // One row to int8: q = round(x / scale) with scale = max|x| / 127, stored as q + 128. A `wide` row is
 // q of 16 bits in two rows of bytes: q = 256 * high + low. A NaN or infinity anywhere makes the scale
 // NaN, so that it comes out of the product as NaN and not as some finite number.
@@ -59,6 +77,7 @@ INLINE void norm_row(const NormTask& task, int row) {
     for (int i = 0; i < task.padded; i += 16) store(y + i, load(x + i));
   }
   if (task.format == Format::int8) {
+    if (task.rotation) rotate(y, task.padded, task.rotation);
     quantize(y, task.padded, task.wide, out, task.out_stride, task.scale + row);
   } else if (task.format == Format::bfloat16) {
     for (int i = 0; i < task.padded; i += 16)

@@ -62,6 +62,17 @@ INLINE float highest(F a) {
   return _mm512_cvtss_f32(s.v);
 }
 
+// One stage of a Hadamard transform within the lanes: lane i becomes x[i] + x[i + stride] if i's bit
+// `stride` is clear, x[i - stride] - x[i] if it is set.
+template <int stride> INLINE F butterfly(F a) {
+  const __m512 other = stride == 8   ? swapped_halves(a).v
+                       : stride == 4 ? _mm512_shuffle_f32x4(a.v, a.v, 0xB1)
+                       : stride == 2 ? _mm512_permute_ps(a.v, 0x4E)
+                                     : _mm512_permute_ps(a.v, 0xB1);
+  constexpr __mmask16 set = stride == 8 ? 0xFF00 : stride == 4 ? 0xF0F0 : stride == 2 ? 0xCCCC : 0xAAAA;
+  return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), set, other, a.v)};
+}
+
 // acc + the four products of unsigned bytes of a and signed bytes of b in each lane.
 INLINE I dot4(I acc, I a, I b) { return {_mm512_dpbusd_epi32(acc.v, a.v, b.v)}; }
 

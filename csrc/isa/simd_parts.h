@@ -117,6 +117,15 @@ INLINE float highest(F a) {
   return x[0];
 }
 
+// One stage of a Hadamard transform within the lanes: lane i becomes x[i] + x[i + stride] if i's bit
+// `stride` is clear, x[i - stride] - x[i] if it is set.
+template <int stride> INLINE F butterfly(F a) {
+  float x[16], y[16];
+  store(x, a);
+  for (int lane = 0; lane < 16; ++lane) y[lane] = lane & stride ? x[lane ^ stride] - x[lane] : x[lane] + x[lane ^ stride];
+  return load(y);
+}
+
 // acc + the four products of unsigned bytes of a and signed bytes of b in each lane. AVX2's own
 // byte product saturates at 16 bits, so both sides are widened: bytes 0 and 2 of a lane, then 1 and 3.
 INLINE I dot4(I acc, I a, I b) {
