@@ -1,0 +1,98 @@
+"""Whatever JSON comes in, an answer or a 4xx goes out; never a 500, never a trace left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from server.served import Serve
+from turnstile.server.schemas import ChatRequest, CompletionRequest
+
+scalars = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**6), 10**6)
+    | st.sampled_from([0, 1, -1, 2**31, 2**63, 10**40, 1e308, -0.0, 1e-300, 0.5])
+    | st.text(max_size=8)
+    | st.sampled_from(["text", "json_object", "user", "assistant", "\ud800", "<|im_end|>", "5"])
+)
+values = st.recursive(
+    scalars,
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=6), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+ids = st.lists(st.integers(-2, 330), max_size=6)
+prompts = st.text(max_size=20) | ids | st.lists(st.text(max_size=5) | ids, max_size=4) | values
+parts = st.lists(
+    st.fixed_dictionaries({"type": st.sampled_from(["text", "image_url"]) | values}) | values,
+    max_size=3,
+)
+messages = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "system", "assistant", "tool", "developer"]) | values,
+            "content": st.text(max_size=10) | parts | values,
+        },
+        optional={"name": values, "tool_calls": values, "reasoning": values},
+    )
+    | values,
+    max_size=3,
+)
+
+
+def bodies(kind: Any, first: str, contents: Any) -> Any:
+    fields = {
+        name: values
+        for name in kind.__struct_encode_fields__
+        if name not in (first, "chat_template", "structured_outputs", "response_format")
+    }
+    plausible = st.integers(1, 6)
+    fields["n"] = fields["max_tokens"] = plausible | values
+    fields["stream"] = st.booleans() | values
+    return st.fixed_dictionaries({first: contents}, optional=fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", bodies(CompletionRequest, "prompt", prompts)),
+        ("/v1/chat/completions", bodies(ChatRequest, "messages", messages)),
+    ],
+)
+def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> None:
+    async def ask(content: bytes) -> None:
+        async with serve(lambda generation, sample: [70 + sample, 200, 201]) as served:
+            answer = await served.client.post(
+                path, content=content, headers={"content-type": "application/json"}
+            )
+            assert answer.status_code in (200, 400, 404), answer.text
+            if answer.headers["content-type"].startswith("text/event-stream"):
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert '"error"' not in answer.text
+            else:
+                json.loads(answer.text)
+            metrics = served.service.metrics
+            assert metrics.in_flight == 0
+            assert sum(metrics.outcomes.values()) == 1
+            assert all(stream.done for stream in served.engine.streams)
+            gate: Any = served.service.gate
+            assert gate.load == 0
+
+    # Three of a handful of optional fields at a time: more would be refused for the first one.
+    @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(body, st.data())
+    def test(made: dict[str, Any], data: Any) -> None:
+        names = sorted(made)
+        drawn = data.draw(st.lists(st.sampled_from(names), max_size=3))
+        kept = {*drawn, "prompt", "messages"}
+        chosen = {name: made[name] for name in names if name in kept}
+        asyncio.run(ask(json.dumps(chosen).encode()))
+
+    test()
