@@ -33,9 +33,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One forward pass. A value: executing it twice changes nothing but time.
+    """One forward pass. A value: executing its chunks twice changes nothing but time.
 
-    ``copies`` are page copies ``(source, target)`` to make before anything is computed (forks).
+    ``copies`` are page copies ``(source, target)`` for forks, to be made once and in order, before
+    anything is computed: a source may already belong to somebody who writes to it in this step.
     ``chunks`` are ordered: decodes first, in order of admission.
     """
 

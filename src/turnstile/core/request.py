@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from turnstile.core.events import WaitReason
 from turnstile.core.pages import PageTable
 
 
@@ -85,7 +86,9 @@ class Sequence:
     through the model yet. Prefill, a cache hit, resumption and decode differ in nothing else.
 
     ``fork_width`` is the number of samples the next draw yields: ``n`` for the first sequence of
-    a request until its prompt is computed, 1 for every other.
+    a request until its prompt is computed, 1 for every other. ``place`` is where it stands among
+    those waiting (smaller first), set by the queue. ``keys`` are the prefix-cache keys of its
+    full pages, as far as they have been needed.
     """
 
     __slots__ = (
@@ -94,11 +97,11 @@ class Sequence:
         "computed",
         "drafts",
         "fork_width",
-        "in_step",
         "index",
         "keys",
         "num_cached",
         "num_prompt",
+        "place",
         "preemptions",
         "request",
         "skipped",
@@ -106,6 +109,7 @@ class Sequence:
         "state",
         "table",
         "tokens",
+        "wait_reason",
         "waiting_since",
     )
 
@@ -133,8 +137,9 @@ class Sequence:
         self.charged = charged
         self.arrival_order = arrival_order
         self.skipped = 0
-        self.in_step = False
         self.started: float | None = None
+        self.place: tuple[float, float, int] = (0.0, 0.0, 0)
+        self.wait_reason = WaitReason.QUEUED
         self.waiting_since = request.arrival
 
     @property
@@ -161,11 +166,6 @@ class Sequence:
     def decoding(self) -> bool:
         """True when only the newest token is left to compute."""
         return len(self.tokens) - self.computed == 1 and self.fork_width == 1
-
-    @property
-    def place(self) -> tuple[int, float, int]:
-        """Where it stands within its tenant: priority, then arrival."""
-        return (self.request.priority, self.request.arrival, self.arrival_order)
 
     def __repr__(self) -> str:
         return (

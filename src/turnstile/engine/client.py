@@ -13,6 +13,7 @@ from enum import StrEnum
 
 import msgspec
 
+from turnstile.core.admission import NeverFitsError
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import EngineInfo, Loading, Row, Snapshot, StepResult
 
@@ -34,14 +35,6 @@ class EngineUnavailableError(RuntimeError):
         super().__init__(message)
         self.state = state
         self.retry_after = retry_after
-
-
-class NeverFitsError(ValueError):
-    """The request could not run even on an empty machine. ``limit`` names what it exceeds."""
-
-    def __init__(self, message: str, limit: str) -> None:
-        super().__init__(message)
-        self.limit = limit
 
 
 class Generation(msgspec.Struct, kw_only=True):
@@ -137,3 +130,13 @@ class EngineClient(ABC):
     @abstractmethod
     def healthy(self) -> bool:
         """The engine is alive, and idle or has ended a step recently."""
+
+
+__all__ = [
+    "EngineClient",
+    "EngineState",
+    "EngineUnavailableError",
+    "Generation",
+    "NeverFitsError",
+    "Stream",
+]

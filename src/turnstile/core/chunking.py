@@ -1,0 +1,86 @@
+"""How a step's budget is shared among prompts.
+
+Tenants first: equal shares by weight, and what one does not need goes to the others. Within a
+tenant the shortest remainder goes first (a short question does not wait for somebody's novel), but
+a quarter of the share belongs to the oldest, so that the novel is computed too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+
+from turnstile.core.request import Sequence
+
+OLDEST_SHARE = 4
+"""One part in this many of a tenant's share belongs to its oldest prompt."""
+
+
+def share_budget(
+    behind: Seq[Sequence], budget: int, *, whole: bool = False
+) -> Iterator[tuple[Sequence, int]]:
+    """Split ``budget`` tokens among sequences with more than their newest token to compute.
+
+    Parameters
+    ----------
+    behind
+        In order of admission.
+    whole
+        Give a sequence all it needs or nothing (no chunking).
+
+    Yields
+    ------
+    Sequences in order of admission, each with its tokens (at least 1, at most what it needs).
+    """
+    shares: dict[int, int] = {}
+    tenants: dict[str, list[Sequence]] = {}
+    for sequence in behind:
+        tenants.setdefault(sequence.request.tenant, []).append(sequence)
+    for group, tokens in _by_tenant(list(tenants.values()), budget):
+        _within_tenant(group, tokens, shares, whole=whole)
+    for sequence in behind:
+        tokens = shares.get(id(sequence), 0)
+        if tokens:
+            yield sequence, tokens
+
+
+def need(sequence: Sequence) -> int:
+    """Tokens the sequence has still to compute before its next output."""
+    return sequence.total - sequence.computed
+
+
+def _by_tenant(groups: list[list[Sequence]], budget: int) -> Iterator[tuple[list[Sequence], int]]:
+    """Water-filling: whoever needs least for its weight is satisfied first."""
+    if len(groups) == 1:
+        yield groups[0], budget
+        return
+    needs = [(sum(need(s) for s in group), group[0].request.weight, group) for group in groups]
+    needs.sort(key=lambda item: item[0] / item[1])
+    weight_left = sum(weight for _, weight, _ in needs)
+    for wanted, weight, group in needs:
+        # The last one takes what rounding left over.
+        share = budget if weight >= weight_left else int(budget * weight / weight_left)
+        tokens = min(wanted, share)
+        weight_left -= weight
+        budget -= tokens
+        if tokens:
+            yield group, tokens
+
+
+def _within_tenant(
+    group: list[Sequence], budget: int, shares: dict[int, int], *, whole: bool
+) -> None:
+    oldest = group[0]
+    if not whole and len(group) > 1:
+        first = min(need(oldest), max(1, budget // OLDEST_SHARE))
+        shares[id(oldest)] = first
+        budget -= first
+    for sequence in sorted(group, key=need):
+        if budget <= 0:
+            break
+        wanted = need(sequence) - shares.get(id(sequence), 0)
+        tokens = min(wanted, budget)
+        if whole and tokens < wanted and shares:
+            continue
+        shares[id(sequence)] = shares.get(id(sequence), 0) + tokens
+        budget -= tokens

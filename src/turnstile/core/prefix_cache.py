@@ -1,0 +1,169 @@
+"""The prefix cache: which page holds which tokens after which prefix.
+
+A full page is known by a chained key, ``k_i = H(k_{i-1}, tokens_i)`` with ``k_{-1} = H(salt)``, so
+one look-up says that *everything* up to and including the page is equal. H is BLAKE2b: nobody can
+build a second prefix with the same key. The page's own tokens are compared all the same.
+
+Requests with equal prefixes that arrive together compute them once. Whoever is admitted first is
+the *writer* of the keys it is going to publish; the others wait on the key, not on the writer: if
+the writer leaves, the next one to wait takes its place.
+"""
+
+from __future__ import annotations
+
+from array import array
+from hashlib import blake2b
+
+from turnstile.core.pages import PagePool
+from turnstile.core.request import Sequence
+
+
+class PrefixCache:
+    """Keys to pages, and keys to those who are computing them.
+
+    With ``enabled`` false nothing is ever published, so nothing is ever found.
+    """
+
+    def __init__(self, pool: PagePool, *, enabled: bool = True) -> None:
+        self.pool = pool
+        self.enabled = enabled
+        self.queries = 0
+        """Tokens looked up."""
+        self.hits = 0
+        """Tokens found."""
+        self._page_of: dict[bytes, int] = {}
+        self._key_of: dict[int, bytes] = {}
+        self._tokens_of: dict[int, bytes] = {}
+        self._writer_of: dict[bytes, Sequence] = {}
+        self._writes: dict[Sequence, list[bytes]] = {}
+        self._waiters: dict[bytes, list[Sequence]] = {}
+        pool.on_evict = self._forget
+
+    # -- queries (keys are derived on demand, which is their only effect) --------------------------
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The pages of the longest unbroken prefix that is cached or held by somebody.
+
+        At most ``total - 1`` tokens: the newest one must go through the model to be answered.
+        """
+        if not self.enabled or not sequence.request.read_cache or sequence.request.score_prompt:
+            return []
+        page_size = self.pool.page_size
+        limit = (sequence.total - 1) // page_size
+        self._derive_keys(sequence, limit)
+        pages: list[int] = []
+        for i in range(limit):
+            page = self._page_of.get(sequence.keys[i])
+            if page is None or self._tokens_of[page] != self._page_tokens(sequence, i):
+                break
+            pages.append(page)
+        return pages
+
+    def awaited_key(self, sequence: Sequence, matched: int) -> bytes | None:
+        """The key to wait on before computing page ``matched`` oneself: the last of the unbroken
+        run of pages that somebody running is about to publish. None if there is none.
+        """
+        if not self.enabled or not sequence.request.read_cache or sequence.request.score_prompt:
+            return None
+        limit = (sequence.total - 1) // self.pool.page_size
+        last = None
+        for i in range(matched, limit):
+            if sequence.keys[i] not in self._writer_of:
+                break
+            last = sequence.keys[i]
+        return last
+
+    def lookup(self, key: bytes) -> int | None:
+        """The page with ``key``, if it is there."""
+        return self._page_of.get(key)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that can be found."""
+        return len(self._page_of)
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def count(self, sequence: Sequence, hit_tokens: int) -> None:
+        """Record an admitted sequence's look-up in the statistics."""
+        if self.enabled:
+            self.queries += sequence.total
+            self.hits += hit_tokens
+
+    def wait(self, sequence: Sequence, key: bytes) -> None:
+        """Park ``sequence`` until ``key`` is published or its writer leaves."""
+        self._waiters.setdefault(key, []).append(sequence)
+
+    def start_writing(self, sequence: Sequence) -> None:
+        """Make an admitted sequence the writer of its full pages that nobody has or writes."""
+        if not self.enabled:
+            return
+        first = len(sequence.table)
+        last = sequence.total // self.pool.page_size
+        self._derive_keys(sequence, last)
+        keys = [k for k in sequence.keys[first:last] if k not in self._writer_of]
+        keys = [k for k in keys if k not in self._page_of]
+        for key in keys:
+            self._writer_of[key] = sequence
+        if keys:
+            self._writes[sequence] = keys
+
+    def stop_writing(self, sequence: Sequence) -> list[Sequence]:
+        """The sequence leaves (or lost its pages): give up its keys; returns who waited on them."""
+        woken: list[Sequence] = []
+        for key in self._writes.pop(sequence, ()):
+            if self._writer_of.get(key) is sequence:
+                del self._writer_of[key]
+                woken += self._waiters.pop(key, ())
+        return woken
+
+    def publish(self, sequence: Sequence, before: int) -> list[Sequence]:
+        """Publish the pages that became full since ``before`` tokens were computed; returns who
+        waited on them. A page whose content is known already stays private: it goes to the free
+        list when it is released.
+        """
+        if not self.enabled:
+            return []
+        page_size = self.pool.page_size
+        first, last = before // page_size, sequence.computed // page_size
+        if first == last:
+            return []
+        self._derive_keys(sequence, last)
+        woken: list[Sequence] = []
+        for i in range(first, last):
+            key, page = sequence.keys[i], sequence.table.pages[i]
+            if key not in self._page_of:
+                self._page_of[key] = page
+                self._key_of[page] = key
+                self._tokens_of[page] = self._page_tokens(sequence, i)
+                self.pool.publish(page)
+            if self._writer_of.pop(key, None) is not None:
+                woken += self._waiters.pop(key, ())
+        return woken
+
+    def clear(self) -> int:
+        """Forget all pages that nobody holds; returns how many."""
+        return self.pool.drop_cached()
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _forget(self, page: int) -> None:
+        key = self._key_of.pop(page)
+        del self._page_of[key]
+        del self._tokens_of[page]
+
+    def _page_tokens(self, sequence: Sequence, index: int) -> bytes:
+        page_size = self.pool.page_size
+        return array("q", sequence.tokens[index * page_size : (index + 1) * page_size]).tobytes()
+
+    def _derive_keys(self, sequence: Sequence, pages: int) -> None:
+        keys = sequence.keys
+        while len(keys) < pages:
+            parent = keys[-1] if keys else _root(sequence.request.salt)
+            keys.append(
+                blake2b(parent + self._page_tokens(sequence, len(keys)), digest_size=32).digest()
+            )
+
+
+def _root(salt: bytes) -> bytes:
+    return blake2b(salt, digest_size=32, person=b"turnstile-root").digest()
