@@ -19,10 +19,10 @@ class TokenLogprobs(Protocol):
     """
 
     @property
-    def logprob(self) -> float: ...  # noqa: D102
+    def logprob(self) -> float: ...
 
     @property
-    def top(self) -> Sequence[tuple[int, float]]: ...  # noqa: D102
+    def top(self) -> Sequence[tuple[int, float]]: ...
 
 
 @dataclass(frozen=True, slots=True)
