@@ -239,8 +239,12 @@ def test_an_unhealthy_engine_shows_at_the_probes(serve: Serve) -> None:
     async def test() -> None:
         async with serve() as served:
             served.engine.alive = False
-            for path in ("/health", "/livez", "/readyz", "/ping"):
+            for path in ("/health", "/readyz", "/ping"):
                 assert (await served.client.get(path)).status_code == 503
+            # Streams survive a restart of the engine, but none of the whole process.
+            assert (await served.client.get("/livez")).status_code == 200
+            served.engine.state = EngineState.DEAD
+            assert (await served.client.get("/livez")).status_code == 503
 
     asyncio.run(test())
 

@@ -235,3 +235,30 @@ def test_the_first_signal_drains_and_the_second_aborts(serve: Serve, signals: in
             assert await running == (EXIT_OK if signals == 1 else EXIT_ABORTED)
 
     asyncio.run(test())
+
+
+def test_uploads_together_take_a_bounded_amount_of_memory(serve: Serve) -> None:
+    async def test() -> None:
+        config = {"max_body_size": 10_000}
+        async with serve(config=config) as served, listening(served) as port:
+            held = []
+            for _ in range(16):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(
+                    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+                    b"content-type: application/json\r\ncontent-length: 10000\r\n\r\n"
+                    + b" "
+                    * 9_990
+                )
+                held.append(Raw(reader, writer))
+            await until(lambda: served.service.bodies.held == 16 * 9_990)
+            refused = await Raw.post(port, "/v1/completions", {"prompt": "x" * 9_000})
+            head = await refused.until(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in head
+            for raw in [*held, refused]:
+                raw.reset()
+            await until(lambda: served.service.bodies.held == 0)
+            assert (await served.complete(max_tokens=1)).status_code == 200
+
+    asyncio.run(test())

@@ -29,8 +29,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation."""
     model, _ = service.require_model()
     config = service.config
-    body = await exchange.json_body(config.max_body_size, config.body_timeout)
-    request = decode(body, ChatRequest)
+    request = decode(await exchange.json_body(service.bodies), ChatRequest)
     exchange.watch()
     model.check_name(request.model)
     params = make_params(request, model, config)
@@ -61,8 +60,7 @@ async def render(service: Service, exchange: Exchange) -> None:
     """Show the text and the ids a conversation becomes, without running it."""
     model, _ = service.require_model()
     config = service.config
-    body = await exchange.json_body(config.max_body_size, config.body_timeout)
-    request = decode(body, ChatRequest)
+    request = decode(await exchange.json_body(service.bodies), ChatRequest)
     model.check_name(request.model)
     rendered = await render_chat(request, model, trust=config.trust_request_chat_template)
     await exchange.respond_json(
@@ -94,8 +92,7 @@ async def render_chat(request: ChatRequest, model: ServedModel, *, trust: bool) 
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )
-    work = chars + _COST_OF_A_MESSAGE * len(request.messages)
-    prompt = await encode_chat(chat, model, work)
+    prompt = await encode_chat(chat, model, work_of(request.messages))
     ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, model)
     return ChatPrompt(prompt.text, ids)
 
@@ -131,6 +128,11 @@ def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
             texts = (part.get("text") for part in content if isinstance(part, dict))
             total += sum(len(text) for text in texts if isinstance(text, str))
     return total
+
+
+def work_of(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How long rendering takes, in characters of plain text."""
+    return _characters(messages) + _COST_OF_A_MESSAGE * len(messages)
 
 
 def _refuse_unsupported(request: ChatRequest, *, trust: bool) -> None:

@@ -23,8 +23,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     """Complete one prompt or many."""
     model, _ = service.require_model()
     config = service.config
-    body = await exchange.json_body(config.max_body_size, config.body_timeout)
-    request = decode(body, CompletionRequest)
+    request = decode(await exchange.json_body(service.bodies), CompletionRequest)
     exchange.watch()
     model.check_name(request.model)
     if request.suffix:

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from turnstile.server.auth import Tenant
+from turnstile.server.body import BodyLimits, too_large
 from turnstile.server.cors import header
 from turnstile.server.errors import ApiError, Headers
 
@@ -95,33 +96,40 @@ class Exchange:
 
     # -- the request ------------------------------------------------------------------------
 
-    async def body(self, limit: int, timeout: float) -> bytes:
-        """The whole body, at most ``limit`` bytes, within ``timeout`` seconds.
+    async def json_body(self, limits: BodyLimits) -> bytes:
+        """The whole body, for a route that takes JSON and nothing else.
 
         Raises
         ------
         ApiError
-            413 for more (known from Content-Length before a byte is read, or counted), 408 for
-            a client that is too slow, 400 for a Content-Length that is none.
+            415 for another type, 413 for a body that is too large (known from Content-Length
+            before a byte is read, or counted), 408 for a client that is too slow, 503 where
+            other uploads have taken the memory.
         """
+        coding = self.header(b"content-encoding")
+        if coding not in (None, b"", b"identity"):
+            raise ApiError(415, "Compressed request bodies are not taken; send it as it is.")
+        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
+        if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
+            raise ApiError(415, "Send the body as JSON, with 'Content-Type: application/json'.")
         declared = self.header(b"content-length")
-        if declared is not None:
-            if not declared.isdigit():
-                raise ApiError(400, "The Content-Length header is not a number.")
-            if int(declared) > limit:
-                raise _too_large(limit)
+        if declared is not None and declared.isdigit() and int(declared) > limits.one:
+            raise too_large(limits.one)
+        pieces: list[bytes] = []
         try:
-            async with asyncio.timeout(timeout):
-                return await self._read(limit)
+            async with asyncio.timeout(limits.seconds):
+                await self._read(pieces, limits)
         except TimeoutError:
             raise ApiError(
                 408,
-                f"The request body did not arrive within {timeout:g} seconds.",
+                f"The request body did not arrive within {limits.seconds:g} seconds.",
                 headers=[(b"connection", b"close")],
             ) from None
+        finally:
+            limits.held -= sum(map(len, pieces))
+        return b"".join(pieces)
 
-    async def _read(self, limit: int) -> bytes:
-        pieces: list[bytes] = []
+    async def _read(self, pieces: list[bytes], limits: BodyLimits) -> None:
         size = 0
         while True:
             message = await self._receive()
@@ -130,21 +138,10 @@ class Exchange:
                 raise asyncio.CancelledError
             piece = message.get("body", b"")
             size += len(piece)
-            if size > limit:
-                raise _too_large(limit)
+            limits.take(len(piece), size)
             pieces.append(piece)
             if not message.get("more_body", False):
-                return b"".join(pieces)
-
-    async def json_body(self, limit: int, timeout: float) -> bytes:
-        """Like :meth:`body`, for a route that takes JSON and nothing else (415)."""
-        coding = self.header(b"content-encoding")
-        if coding not in (None, b"", b"identity"):
-            raise ApiError(415, "Compressed request bodies are not taken; send it as it is.")
-        kind = (self.header(b"content-type") or b"").partition(b";")[0].strip().lower()
-        if kind != JSON and not (kind.startswith(b"application/") and kind.endswith(b"+json")):
-            raise ApiError(415, "Send the body as JSON, with 'Content-Type: application/json'.")
-        return await self.body(limit, timeout)
+                return
 
     def watch(self) -> None:
         """From now on cancel the calling task when the client goes away. The body must have been
@@ -220,16 +217,6 @@ class Exchange:
         milliseconds = (time.monotonic() - self.started) * 1000
         headers += [(b"openai-processing-ms", b"%d" % milliseconds), *self.common_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
-
-
-def _too_large(limit: int) -> ApiError:
-    # The connection stays open: closing it with data unread would reset it, and the client would
-    # see the reset instead of this answer. The server reads the rest and throws it away.
-    return ApiError(
-        413,
-        f"The request body is larger than {limit} bytes (--max-body-size).",
-        code="request_too_large",
-    )
 
 
 def _request_id(headers: list[tuple[bytes, bytes]]) -> str:

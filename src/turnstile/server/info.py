@@ -46,7 +46,7 @@ async def health(service: Service, exchange: Exchange) -> None:
 
 async def livez(service: Service, exchange: Exchange) -> None:
     """200 unless the process should be restarted: loading and draining are life."""
-    alive = service.healthy
+    alive = service.alive
     await _status(exchange, 200 if alive else 503, "ok" if alive else "dead")
 
 

@@ -12,6 +12,7 @@ from enum import StrEnum
 from turnstile.engine.client import EngineClient, EngineState
 from turnstile.engine.protocol import StepResult
 from turnstile.server.auth import KeyRing
+from turnstile.server.body import BodyLimits
 from turnstile.server.choices import Job
 from turnstile.server.config import ServerConfig
 from turnstile.server.cors import Cors
@@ -25,6 +26,8 @@ from turnstile.server.usage import Record
 
 logger = logging.getLogger("turnstile.server")
 
+_BODIES_AT_ONCE = 16
+"""Bodies of the largest size that may be read at a moment; smaller ones in proportion."""
 _TICK = 0.5
 """Seconds between two looks at the live streams."""
 
@@ -59,6 +62,11 @@ class Service:
         self.clock = clock
         self.keys = KeyRing(config.api_key, config.admin_api_key)
         self.cors = Cors(config.allowed_origins)
+        self.bodies = BodyLimits(
+            one=config.max_body_size,
+            together=_BODIES_AT_ONCE * config.max_body_size,
+            seconds=config.body_timeout,
+        )
         self.metrics = Metrics(engine)
         self.phase = Phase.LOADING
         self.model: ServedModel | None = None
@@ -101,11 +109,11 @@ class Service:
         return self.model, self.gate
 
     @property
-    def healthy(self) -> bool:
-        """Alive: the engine works, or is on its way."""
-        return self.phase is not Phase.FAILED and (
-            self.phase is Phase.LOADING or self.engine.healthy
-        )
+    def alive(self) -> bool:
+        """Alive: the engine works, is on its way, or is being brought back. Whoever restarts the
+        process for less would throw away the streams that survive a restart of the engine.
+        """
+        return self.phase is not Phase.FAILED and self.engine.state is not EngineState.DEAD
 
     @property
     def accepting(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnstile.server.chat import encode_chat
+from turnstile.server.chat import encode_chat, work_of
 from turnstile.server.errors import bad_request
 from turnstile.server.exchange import Exchange
 from turnstile.server.json_body import decode
@@ -15,9 +15,7 @@ from turnstile.text.chat import ChatInput
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """Token ids of a text or a conversation."""
     model, _ = service.require_model()
-    config = service.config
-    body = await exchange.json_body(config.max_body_size, config.body_timeout)
-    request = decode(body, TokenizeRequest)
+    request = decode(await exchange.json_body(service.bodies), TokenizeRequest)
     model.check_name(request.model)
     tokenizer = model.tokenizer
     if (request.prompt is None) == (request.messages is None):
@@ -36,7 +34,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
             continue_final_message=continues,
             variables=request.chat_template_kwargs or {},
         )
-        ids = (await encode_chat(chat, model, len(body))).token_ids
+        ids = (await encode_chat(chat, model, work_of(chat.messages))).token_ids
     strings = [tokenizer.token_string(i) for i in ids] if request.return_token_strs else None
     await exchange.respond_json(
         {
@@ -51,9 +49,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
 async def detokenize(service: Service, exchange: Exchange) -> None:
     """Text of token ids."""
     model, _ = service.require_model()
-    config = service.config
-    body = await exchange.json_body(config.max_body_size, config.body_timeout)
-    request = decode(body, DetokenizeRequest)
+    request = decode(await exchange.json_body(service.bodies), DetokenizeRequest)
     model.check_name(request.model)
     check_ids(request.tokens, model.vocab_size, "tokens")
     text = await off_loop(len(request.tokens), lambda: model.tokenizer.decode(request.tokens))
