@@ -262,3 +262,49 @@ def test_uploads_together_take_a_bounded_amount_of_memory(serve: Serve) -> None:
             assert (await served.complete(max_tokens=1)).status_code == 200
 
     asyncio.run(test())
+
+
+@pytest.mark.parametrize("head", [b"x: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
+def test_a_head_without_end_is_refused(serve: Serve, head: bytes) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            raw = Raw(reader, writer)
+            writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\n" if head[:1] == b"x" else b"GET /")
+            sending = asyncio.create_task(keep_sending(writer, head))
+            answer = await raw.until(b"\r\n")
+            sending.cancel()
+            assert answer.startswith(b"HTTP/1.1 431")
+            raw.reset()
+            assert not served.service.live
+            assert (await served.client.get("/health")).status_code == 200
+
+    async def keep_sending(writer: asyncio.StreamWriter, piece: bytes) -> None:
+        for _ in range(200):
+            writer.write(piece)
+            await asyncio.sleep(0.001)
+
+    asyncio.run(test())
+
+
+def test_a_head_that_does_not_come_is_cut_off(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from turnstile.server import head_limits
+
+    monkeypatch.setattr(head_limits, "HEAD_SECONDS", 0.1)
+
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            for start in (b"", b"GET /health HTTP/1.1\r\nho"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(start)
+                assert await asyncio.wait_for(reader.read(), 5) == b""
+                writer.close()
+            # A stream that lasts longer than that is none of the timer's business.
+            served.engine.delay = 0.01
+            raw = await Raw.post(port, "/v1/completions", body(max_tokens=30))
+            assert b"[DONE]" in await raw.until(b"data: [DONE]\n\n")
+            await raw.close()
+
+    asyncio.run(test())

@@ -20,6 +20,7 @@ import uvicorn
 
 from turnstile.engine.client import EngineState, EngineUnavailableError
 from turnstile.server.app import App
+from turnstile.server.head_limits import BoundedHttpProtocol
 from turnstile.server.model import ServedModel
 from turnstile.server.notify import notify
 from turnstile.server.service import Phase, Service
@@ -88,7 +89,7 @@ class Life:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http="httptools",
+                http=BoundedHttpProtocol,
                 ws="none",
                 server_header=False,
                 timeout_keep_alive=config.keep_alive_timeout,
