@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.harness import ServerProcess, text_of
+from e2e.harness import ROOT, ServerProcess, text_of
 
 pytestmark = pytest.mark.e2e
 
@@ -158,3 +159,27 @@ def test_json_logs_have_one_object_a_line(tiny: Path) -> None:
         assert mine[0]["status"] == 200
         assert mine[0]["completion_tokens"] == 2
         assert "secret" not in server.log
+
+
+def test_chat_and_complete_print_what_the_server_says(tiny: Path) -> None:
+    def turnstile(*arguments: str, text: str = "") -> tuple[int, str, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "turnstile", *arguments, "--url", server.url],
+            input=text, capture_output=True, text=True, timeout=60,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TURNSTILE_API_KEY": "k"},
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+    with scripted(tiny, api_key="k") as server:
+        said = server.complete("hi", max_tokens=26)[1]["choices"][0]["text"]
+        assert turnstile("complete", "hi", "--max-tokens", "26") == (0, said + "\n", "")
+        assert turnstile("complete", text="hi") == (0, (said * 5)[:128] + "\n", "")
+        assert turnstile("chat", "hi", "--max-tokens", "26") == (0, said + "\n", "")
+        turns = "hi\n/undo\nagain\n/reset\n\nhi\n/quit\nnever\n"
+        code, out, error = turnstile("chat", "--max-tokens", "26", text=turns)
+        assert (code, out, error) == (0, (said + "\n") * 3, "")
+        code, out, error = turnstile("complete", "x", "--model", "other")
+        assert code == 1
+        assert "other" in error
+        assert error.count("\n") == 1
+        server.signal(signal.SIGTERM)
