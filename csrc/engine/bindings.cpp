@@ -98,14 +98,14 @@ Layer* make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatr
                                   const FloatMatrix& down, const Bias& q_bias, const Bias& k_bias, const Bias& v_bias,
                                   const Bias& o_bias, const Bias& q_norm, const Bias& k_norm,
                                   const FloatVector& inv_freq, float rope_scale, int heads, int kv_heads, int head_dim,
-                                  float scale, int window, float eps, const std::vector<std::string>& wide) {
+                                  int norm_width, float scale, int window, float eps, const std::vector<std::string>& wide) {
   const auto is_wide = [&](const char* name) { return std::find(wide.begin(), wide.end(), name) != wide.end(); };
   if (head_dim % 16 || heads % kv_heads || static_cast<int>(q.shape(0)) != heads * head_dim ||
       static_cast<int>(k.shape(0)) != kv_heads * head_dim || static_cast<int>(inv_freq.shape(0)) * 2 != head_dim)
     throw nb::value_error("the native backend needs a head size that is a multiple of 16 and matching projections");
   const Format format = engine.format();
   return new Layer{
-      {heads, kv_heads, head_dim, scale, window},
+      {heads, kv_heads, head_dim, norm_width, scale, window},
       static_cast<int>(input_norm.shape(0)),
       eps,
       padded(input_norm, kPanel),

@@ -25,6 +25,7 @@ class Rope {
 
 struct Attention {
   int heads, kv_heads, head_dim;
+  int norm_width;  // of q and k norms: the head size without padding
   float scale;
   int window;  // 0: none
 };

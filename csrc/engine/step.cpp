@@ -234,7 +234,7 @@ void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool
       float* k = q + shape.heads * d;
       const float* v = k + shape.kv_heads * d;
       HeadTask turn{q, layer.q_norm.empty() ? nullptr : layer.q_norm.data(), layer.rope->cosine(position),
-                    layer.rope->sine(position), d, layer.eps};
+                    layer.rope->sine(position), d, shape.norm_width, layer.eps};
       for (int head = 0; head < shape.heads; ++head, turn.values += d) kernels_.head(turn);
       turn.norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
       for (int head = 0; head < shape.kv_heads; ++head, turn.values += d) kernels_.head(turn);

@@ -71,6 +71,7 @@ struct HeadTask {         // one query or key head of one token, in place
   const float* cosine;    // [head_dim / 2]
   const float* sine;
   int head_dim;
+  int norm_width;         // the head's size without padding
   float eps;
 };
 

@@ -8,13 +8,11 @@ extern "C" float sqrtf(float) noexcept;
 
 namespace turnstile::TURNSTILE_LEVEL {
 
-INLINE float inverse_rms(const float* x, int width, float eps) {
+// 1 / root mean square of `width` values; x has zeros from there to `padded`, a multiple of 16.
+INLINE float inverse_rms(const float* x, int padded, int width, float eps) {
   F squares = splat(0.0f);
-  int i = 0;
-  for (; i + 16 <= width; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  float total = sum(squares);
-  for (; i < width; ++i) total += x[i] * x[i];
-  return 1.0f / sqrtf(total / static_cast<float>(width) + eps);
+  for (int i = 0; i < padded; i += 16) squares = fma(load(x + i), load(x + i), squares);
+  return 1.0f / sqrtf(sum(squares) / static_cast<float>(width) + eps);
 }
 
 // Hadamard transform of each block of `block` values (a power of two, at least 16), not normalised.
@@ -70,7 +68,7 @@ INLINE void norm_row(const NormTask& task, int row) {
   uint8_t* out = task.out + static_cast<size_t>(row) * planes * task.out_stride;
   float* y = task.format == Format::float32 ? reinterpret_cast<float*>(out) : task.scratch;
   if (task.norm) {
-    const F inverse = splat(inverse_rms(x, task.width, task.eps));
+    const F inverse = splat(inverse_rms(x, task.padded, task.width, task.eps));
     for (int i = 0; i < task.padded; i += 16)  // weights past the width are zero
       store(y + i, load(x + i) * inverse * load(task.norm + i));
   } else {
@@ -94,7 +92,7 @@ static void head(const HeadTask& task) {
   float* x = task.values;
   const int half = task.head_dim / 2;
   if (task.norm) {
-    const F inverse = splat(inverse_rms(x, task.head_dim, task.eps));
+    const F inverse = splat(inverse_rms(x, task.head_dim, task.norm_width, task.eps));
     for (int i = 0; i < task.head_dim; i += 16)
       store(x + i, load(x + i) * inverse * load(task.norm + i));
   }

@@ -24,6 +24,7 @@ from turnstile.kernels.base import (
     LayerWeights,
     Opaque,
 )
+from turnstile.kernels.native_heads import stored_head_dim, with_stored_heads
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -159,7 +160,11 @@ class NativeBackend(Backend):
 
     def prepare_layer(self, weights: LayerWeights, inv_freq: Tensor, rope_scale: float) -> Opaque:
         """Pack the matrices into panels; q, k, v become one product, gate and up another."""
+        norm_width = weights.attention.head_dim
+        weights = with_stored_heads(weights)
         shape = weights.attention
+        padded_freq = torch.zeros(shape.head_dim // 2)
+        padded_freq[: len(inv_freq)] = inv_freq
         layer = self._engine.layer(
             _floats(weights.input_norm),
             _floats(weights.q),
@@ -176,11 +181,12 @@ class NativeBackend(Backend):
             _optional(weights.o_bias),
             _optional(weights.q_norm),
             _optional(weights.k_norm),
-            _floats(inv_freq),
+            _floats(padded_freq),
             rope_scale,
             shape.num_heads,
             shape.num_kv_heads,
             shape.head_dim,
+            norm_width,
             shape.scale,
             shape.sliding_window or 0,
             weights.norm_eps,
@@ -200,7 +206,7 @@ class NativeBackend(Backend):
         Raises
         ------
         ValueError
-            The page size or the head size is not a multiple of 16.
+            The page size is not a multiple of 16, or the head size is odd.
         """
         return cast(int, self._module.Pool.page_bytes(self._kv_dtype, *_sizes(shape)))
 
@@ -291,7 +297,8 @@ class NativeBackend(Backend):
 
 
 def _sizes(shape: KvShape) -> tuple[int, int, int, int]:
-    return shape.num_layers, shape.num_kv_heads, shape.head_dim, shape.page_size
+    head_dim = stored_head_dim(shape.head_dim)
+    return shape.num_layers, shape.num_kv_heads, head_dim, shape.page_size
 
 
 def _floats(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
