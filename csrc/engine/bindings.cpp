@@ -13,6 +13,7 @@
 #include "engine/layer.h"
 #include "engine/logits.h"
 #include "engine/pool.h"
+#include "engine/roofline.h"
 #include "engine/step.h"
 
 namespace nb = nanobind;
@@ -98,8 +99,7 @@ Layer* make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatr
                                   const FloatMatrix& down, const Bias& q_bias, const Bias& k_bias, const Bias& v_bias,
                                   const Bias& o_bias, const Bias& q_norm, const Bias& k_norm,
                                   const FloatVector& inv_freq, float rope_scale, int heads, int kv_heads, int head_dim,
-                                  int norm_width, float scale, int window, float eps, const std::vector<std::string>& wide) {
-  const auto is_wide = [&](const char* name) { return std::find(wide.begin(), wide.end(), name) != wide.end(); };
+                                  int norm_width, float scale, int window, float eps) {
   if (head_dim % 16 || heads % kv_heads || static_cast<int>(q.shape(0)) != heads * head_dim ||
       static_cast<int>(k.shape(0)) != kv_heads * head_dim || static_cast<int>(inv_freq.shape(0)) * 2 != head_dim)
     throw nb::value_error("the native backend needs a head size that is a multiple of 16 and matching projections");
@@ -113,10 +113,10 @@ Layer* make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatr
       padded(q_norm, 16),
       padded(k_norm, 16),
       engine.rope(inv_freq, rope_scale),
-      Linear(format, is_wide("qkv"), {matrix_of(q, q_bias), matrix_of(k, k_bias), matrix_of(v, v_bias)}, false),
-      Linear(format, is_wide("o"), {matrix_of(o, o_bias)}, false),
-      Linear(format, is_wide("gate_up"), {matrix_of(gate, {}), matrix_of(up, {})}, true),
-      Linear(format, is_wide("down"), {matrix_of(down, {})}, false),
+      Linear(format, {matrix_of(q, q_bias), matrix_of(k, k_bias), matrix_of(v, v_bias)}, false),
+      Linear(format, {matrix_of(o, o_bias)}, false),
+      Linear(format, {matrix_of(gate, {}), matrix_of(up, {})}, true),
+      Linear(format, {matrix_of(down, {})}, false),
   };
 }
 
@@ -151,9 +151,9 @@ NB_MODULE(turnstile_kernels, m) {
       .def_prop_ro("level", [](Engine& self) { return self.kernels().name; })
       .def_prop_ro("threads", [](Engine& self) { return self.team().members(); })
       .def("layer", &make_layer, nb::rv_policy::take_ownership, nb::call_guard<nb::gil_scoped_release>())
-      .def("head", [](Engine& self, const FloatVector& norm, const FloatMatrix& projection, float eps, bool wide) {
+      .def("head", [](Engine& self, const FloatVector& norm, const FloatMatrix& projection, float eps) {
         return new Head{static_cast<int>(norm.shape(0)), eps, padded(norm, kPanel),
-                        Linear(self.format(), wide, {matrix_of(projection, {})}, false),
+                        Linear(self.format(), {matrix_of(projection, {})}, false),
                         static_cast<int>(projection.shape(0))};
       }, nb::rv_policy::take_ownership, nb::call_guard<nb::gil_scoped_release>())
       .def("begin", &Engine::begin)
@@ -182,6 +182,12 @@ NB_MODULE(turnstile_kernels, m) {
             const_cast<float*>(self.step().logits()), {static_cast<size_t>(rows), static_cast<size_t>(head.vocabulary)},
             nb::find(self), {self.step().logits_stride(), 1});
       }, "Run what was recorded; the logits are valid until the next run.")
+      .def("peak_operations", [](Engine& self) {
+        return peak_operations(self.team(), self.kernels(), self.format());
+      }, nb::call_guard<nb::gil_scoped_release>(), "Operations a second of this format's products at best.")
+      .def("peak_bandwidth", [](Engine& self) {
+        return peak_bandwidth(self.team(), self.kernels());
+      }, nb::call_guard<nb::gil_scoped_release>(), "Bytes a second read from memory at best.")
       .def("laps", [](Engine& self) {
         const char* names[kLaps] = {"embed", "norm for qkv", "qkv", "rope, write K V", "attention", "quantise for o",
                                     "o", "norm for mlp", "gate, up, silu", "quantise for down", "down",

@@ -42,7 +42,7 @@ void rotate(std::vector<float>& x, int block) {
 
 }  // namespace
 
-Linear::Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool interleave) {
+Linear::Linear(Format format, const std::vector<Matrix>& parts, bool interleave) {
   if (parts.empty()) throw std::invalid_argument("a linear layer needs at least one matrix");
   int outputs = 0;
   bool biased = false;
@@ -55,7 +55,6 @@ Linear::Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool 
     throw std::invalid_argument("gate and up differ in outputs");
   const int group = interleave ? (parts[0].outputs + 15) / 16 : 0;
   weights_.format = format;
-  weights_.wide = wide && format == Format::int8;
   weights_.inputs = (parts[0].inputs + 15) / 16 * 16;
   weights_.steps = weights_.inputs / per_step(format);
   weights_.panels = interleave ? group : (outputs + kPanel - 1) / kPanel;

@@ -20,14 +20,13 @@ class Linear {
  public:
   // The parts one below the other. With `interleave` (two parts, gate and up), panels take 16 outputs
   // of each part in turn. Throws std::invalid_argument if the parts do not fit each other.
-  Linear(Format format, bool wide, const std::vector<Matrix>& parts, bool interleave);
+  Linear(Format format, const std::vector<Matrix>& parts, bool interleave);
   Linear(Linear&&) = default;
   Linear(const Linear&) = delete;
 
   const Weights& weights() const { return weights_; }
   int inputs() const { return weights_.inputs; }
   int padded_outputs() const { return weights_.panels * kPanel; }
-  int planes() const { return weights_.wide ? 2 : 1; }
   size_t row_bytes() const { return static_cast<size_t>(weights_.steps) * 4; }  // of its input
   size_t bytes() const { return data_.bytes(); }
 

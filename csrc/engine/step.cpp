@@ -90,14 +90,14 @@ void Step::check_pages(const Pool& pool, int window) const {
 
 void Step::reserve(const Head& head) {
   const size_t rows = std::max(batch_.tokens, 1);
-  size_t hidden = 0, input = head.projection.row_bytes() * head.projection.planes();
+  size_t hidden = 0, input = head.projection.row_bytes();
   size_t qkv = 0, attended = 0, product = 0, floats = head.projection.inputs(), attend = 0;
   for (const Recorded& recorded : program_) {
     if (recorded.embedding) hidden = std::max<size_t>(hidden, (recorded.embedding->width + kPanel - 1) / kPanel * kPanel);
     if (!recorded.layer) continue;
     const Layer& layer = *recorded.layer;
     for (const Linear* linear : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) {
-      input = std::max(input, linear->row_bytes() * linear->planes());
+      input = std::max(input, linear->row_bytes());
       floats = std::max<size_t>(floats, linear->inputs());
     }
     qkv = std::max<size_t>(qkv, 4 * layer.qkv.padded_outputs());
@@ -183,13 +183,12 @@ Step::Activations Step::input_of(Member& member, const Linear& linear, const Buf
   task.padded = linear.inputs();
   task.eps = eps;
   task.format = format_;
-  task.wide = linear.weights().wide;
   task.rotation = linear.weights().rotation;
   task.out = together ? mine.rows.data() : activations_.data();
   task.out_stride = linear.row_bytes();
   task.scale = together ? mine.scale.as<float>() : scales_.as<float>();
   task.scratch = mine.floats.as<float>();
-  const size_t out_row = task.out_stride * linear.planes();
+  const size_t out_row = task.out_stride;
   const auto one_row = [&](int row) {
     NormTask one = task;
     one.input = reinterpret_cast<const float*>(from.data() + (gather ? gather[row] : row) * stride);
@@ -228,6 +227,7 @@ void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool
   const int per_page = batch_.page_size / kTokens;
   member.share(static_cast<uint32_t>(writes_.size()), [&](uint32_t item) {
     const Run& run = writes_[item];
+    if (item + 1 < writes_.size()) expect_write(layer, pool, index, writes_[item + 1]);
     for (int token = run.token; token < run.token + run.count; ++token) {
       const int position = batch_.positions[token];
       auto* q = reinterpret_cast<float*>(qkv_.data()) + static_cast<size_t>(token) * layer.qkv.padded_outputs();
@@ -245,6 +245,16 @@ void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool
                         d, position % kTokens});
     }
   });
+}
+
+// Brings the blocks of a run near, while the run before it is still computed.
+void Step::expect_write(const Layer& layer, const Pool& pool, int index, const Run& run) const {
+  const int per_page = batch_.page_size / kTokens;
+  const int block = batch_.positions[run.token] / kTokens;
+  const int32_t page = batch_.page_tables[run.sequence * batch_.table_stride + block / per_page];
+  const uint8_t* first = pool.block(page, index, block % per_page, 0);
+  const size_t bytes = Pool::block_bytes(pool.shape().format, pool.shape().head_dim) * layer.attention.kv_heads;
+  for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 1, 2);
 }
 
 void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index) {

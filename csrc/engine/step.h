@@ -85,6 +85,7 @@ class Step {
   void embed(Member& member, const Embedding& embedding);
   void attention_input(Member& member, const Layer& layer, const Pool& pool, int index);
   void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index);
+  void expect_write(const Layer& layer, const Pool& pool, int index, const Run& run) const;
   void attend(Member& member, const Layer& layer, const Pool& pool, int index);
   void find_blocks(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Blocks& blocks);
   void attend_chunk(const Layer& layer, const Pool& pool, const Run& chunk, int head, Private& mine);

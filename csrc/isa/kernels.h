@@ -26,8 +26,7 @@ struct Weights {
   int inputs;             // padded to whole steps with zero weights
   int steps;              // of a panel
   int panels;
-  bool wide;              // int8 only: activations as two bytes (high row, low row)
-  int rotation;           // int8 only: both sides are rotated in blocks of so many inputs, or 0
+  int rotation;           // int8 only: both sides are rotated in blocks of 16, 32 or 64 inputs
   const uint8_t* data;
   const float* scale;     // int8: [panels * 32]
   const int32_t* sum128;  // int8: 128 * (sum of the output's weights), see pack
@@ -56,7 +55,6 @@ struct NormTask {         // RMS norm of each row, then stored in `format`
   int width, padded;      // `padded` inputs of the consumer
   float eps;
   Format format;
-  bool wide;
   int rotation;
   uint8_t* out;
   size_t out_stride;

@@ -98,13 +98,7 @@ INLINE F finished(const LinearTask& task, const int32_t* raw, int row, int outpu
   F value;
   if (weights.format == Format::int8) {
     const I offset = load_i(weights.sum128 + output);
-    if (weights.wide) {  // the row below the high bytes holds the low ones
-      const F high = float_of(load_i(raw) - offset);
-      const F low = float_of(load_i(raw + kPanel) - offset);
-      value = fma(high, splat(256.0f), low);
-    } else {
-      value = float_of(load_i(raw) - offset);
-    }
+    value = float_of(load_i(raw) - offset);
     value = value * (splat(task.scale[row]) * load(weights.scale + output));
   } else {
     value = bits_f(load_i(raw));
@@ -138,24 +132,22 @@ INLINE void finish_row(const LinearTask& task, const int32_t* raw, int row, int 
 template <class Dot>
 static void linear_of(const LinearTask& task) {
   const Weights& weights = *task.weights;
-  const int planes = weights.wide ? 2 : 1;
   const int rows = task.last_row - task.first_row;
   // Tiles of equal height waste least: 13 rows are 7 and 6, not 12 and 1.
-  const int tall = kTileRows / planes;
-  const int tiles = (rows + tall - 1) / tall;
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
   alignas(64) int32_t raw[kTileRows * kPanel];
   for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
     const uint8_t* data = weights.data + static_cast<size_t>(panel) * weights.steps * kStepBytes;
     for (int t = 0; t < tiles; ++t) {
       const int first = task.first_row + rows * t / tiles;
       const int count = task.first_row + rows * (t + 1) / tiles - first;
-      const uint8_t* input = task.input + static_cast<size_t>(first) * planes * task.input_stride;
+      const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
       if (t == 0)
-        tile_of<Dot, true>(count * planes, input, task.input_stride, data, weights.steps, raw);
+        tile_of<Dot, true>(count, input, task.input_stride, data, weights.steps, raw);
       else
-        tile_of<Dot, false>(count * planes, input, task.input_stride, data, weights.steps, raw);
+        tile_of<Dot, false>(count, input, task.input_stride, data, weights.steps, raw);
       for (int row = 0; row < count; ++row)
-        finish_row(task, raw + row * planes * kPanel, first + row, panel);
+        finish_row(task, raw + row * kPanel, first + row, panel);
     }
   }
 }

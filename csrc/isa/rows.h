@@ -8,78 +8,88 @@ extern "C" float sqrtf(float) noexcept;
 
 namespace turnstile::TURNSTILE_LEVEL {
 
-// 1 / root mean square of `width` values; x has zeros from there to `padded`, a multiple of 16.
+// 1 / root mean square of `width` values; x has zeros from there to `padded`, a multiple of 16. Four
+// partial sums, so that they need not wait for each other.
 INLINE float inverse_rms(const float* x, int padded, int width, float eps) {
-  F squares = splat(0.0f);
-  for (int i = 0; i < padded; i += 16) squares = fma(load(x + i), load(x + i), squares);
-  return 1.0f / sqrtf(sum(squares) / static_cast<float>(width) + eps);
+  F squares[4];
+  for (auto& lane : squares) lane = splat(0.0f);
+  int i = 0;
+  for (; i + 64 <= padded; i += 64)
+    for (int part = 0; part < 4; ++part)
+      squares[part] = fma(load(x + i + 16 * part), load(x + i + 16 * part), squares[part]);
+  for (; i < padded; i += 16) squares[0] = fma(load(x + i), load(x + i), squares[0]);
+  const F all = (squares[0] + squares[1]) + (squares[2] + squares[3]);
+  return 1.0f / sqrtf(sum(all) / static_cast<float>(width) + eps);
 }
 
-// Hadamard transform of each block of `block` values (a power of two, at least 16), not normalised.
-// An outlier is spread over its block, so that one scale a row suits all of them; the weights are
-// rotated by the inverse when packed, so the product is the same (QuaRot, arXiv:2404.00456, here in
-// blocks and on the fly).
-INLINE void rotate(float* x, int count, int block) {
-  for (int i = 0; i < count; i += 16)
-    store(x + i, butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(load(x + i))))));
-  for (int stride = 16; stride < block; stride *= 2) {
-    for (int start = 0; start < count; start += 2 * stride) {
-      for (int i = start; i < start + stride; i += 16) {
-        const F a = load(x + i), b = load(x + i + stride);
-        store(x + i, a + b);
-        store(x + i + stride, a - b);
+// Hadamard transform of 16 * vectors values, not normalised. An outlier is spread over its block, so
+// that one scale a row suits all values; weights are rotated by the inverse when packed, so the product
+// is the same (QuaRot, arXiv:2404.00456; here in blocks, on the way to every product).
+template <int vectors>
+INLINE void rotate(F (&x)[vectors]) {
+  for (auto& lane : x) lane = butterfly<8>(butterfly<4>(butterfly<2>(butterfly<1>(lane))));
+  for (int stride = 1; stride < vectors; stride *= 2) {
+    for (int start = 0; start < vectors; start += 2 * stride) {
+      for (int i = start; i < start + stride; ++i) {
+        const F a = x[i], b = x[i + stride];
+        x[i] = a + b;
+        x[i + stride] = a - b;
       }
     }
   }
 }
 
-// One row to int8: q = round(x / scale) with scale = max|x| / 127, stored as q + 128. A `wide` row is
-// q of 16 bits in two rows of bytes: q = 256 * high + low. A NaN or infinity anywhere makes the scale
-// NaN, so that it comes out of the product as NaN and not as some finite number.
-INLINE void quantize(const float* x, int padded, bool wide, uint8_t* out, size_t stride, float* scale) {
-  F highest_lane = splat(0.0f), probe = splat(0.0f);
-  for (int i = 0; i < padded; i += 16) {
-    const F value = load(x + i);
-    highest_lane = max(highest_lane, abs(value));
-    probe = fma(value, splat(0.0f), probe);
+struct Row {
+  const float* input;
+  F inverse;          // 1 / RMS, where there is a norm
+  const float* norm;  // or null
+  INLINE F value(const Row& row, int i) {
+    const F x = load(row.input + i);
+    return row.norm ? x * row.inverse * load(row.norm + i) : x;
   }
-  const float limit = wide ? 32512.0f : 127.0f;
-  const float largest = highest(highest_lane);
-  const float step = largest / limit;
-  *scale = step + sum(probe);
-  const F inverse = splat(largest > 0 ? limit / largest : 0.0f);
-  const I offset = splat_i(128);
-  for (int i = 0; i < padded; i += 16) {
-    const I q = round_i(load(x + i) * inverse);
-    if (wide) {
-      const I high = right<8>(q + offset);
-      store_u8(out + i, high + offset);
-      store_u8(out + stride + i, q - left<8>(high) + offset);
-    } else {
-      store_u8(out + i, q + offset);
+};
+
+// One row to int8: q = round(x / scale) with scale = max|x| / 127, stored as q + 128. A NaN or infinity
+// anywhere makes the scale NaN, so that it comes out of the product as NaN and not as a finite number.
+template <int vectors>
+INLINE void quantize(const NormTask& task, const Row& row, uint8_t* out, float* scale) {
+  F highest_lane = splat(0.0f), probe = splat(0.0f);
+  for (int i = 0; i < task.padded; i += 16 * vectors) {
+    F x[vectors];
+    for (int part = 0; part < vectors; ++part) x[part] = Row::value(row, i + 16 * part);
+    rotate<vectors>(x);
+    for (int part = 0; part < vectors; ++part) {
+      highest_lane = max(highest_lane, abs(x[part]));
+      probe = fma(x[part], splat(0.0f), probe);
+      store(task.scratch + i + 16 * part, x[part]);
     }
   }
+  const float largest = highest(highest_lane);
+  *scale = largest / 127.0f + sum(probe);
+  const F inverse = splat(largest > 0 ? 127.0f / largest : 0.0f);
+  for (int i = 0; i < task.padded; i += 16)
+    store_u8(out + i, round_i(load(task.scratch + i) * inverse) + splat_i(128));
 }
 
-INLINE void norm_row(const NormTask& task, int row) {
-  const auto* x = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(task.input) +
-                                                 row * task.input_stride);
-  const int planes = task.format == Format::int8 && task.wide ? 2 : 1;
-  uint8_t* out = task.out + static_cast<size_t>(row) * planes * task.out_stride;
-  float* y = task.format == Format::float32 ? reinterpret_cast<float*>(out) : task.scratch;
-  if (task.norm) {
-    const F inverse = splat(inverse_rms(x, task.padded, task.width, task.eps));
-    for (int i = 0; i < task.padded; i += 16)  // weights past the width are zero
-      store(y + i, load(x + i) * inverse * load(task.norm + i));
-  } else {
-    for (int i = 0; i < task.padded; i += 16) store(y + i, load(x + i));
-  }
-  if (task.format == Format::int8) {
-    if (task.rotation) rotate(y, task.padded, task.rotation);
-    quantize(y, task.padded, task.wide, out, task.out_stride, task.scale + row);
-  } else if (task.format == Format::bfloat16) {
-    for (int i = 0; i < task.padded; i += 16)
-      store_bf16(reinterpret_cast<uint16_t*>(out) + i, load(y + i));
+INLINE void norm_row(const NormTask& task, int index) {
+  Row row;
+  row.input = reinterpret_cast<const float*>(reinterpret_cast<const uint8_t*>(task.input) +
+                                             index * task.input_stride);
+  row.norm = task.norm;  // zero past the width
+  row.inverse = splat(task.norm ? inverse_rms(row.input, task.padded, task.width, task.eps) : 1.0f);
+  uint8_t* out = task.out + static_cast<size_t>(index) * task.out_stride;
+  switch (task.format) {
+    case Format::int8:
+      if (task.rotation == 64) return quantize<4>(task, row, out, task.scale + index);
+      if (task.rotation == 32) return quantize<2>(task, row, out, task.scale + index);
+      return quantize<1>(task, row, out, task.scale + index);
+    case Format::bfloat16:
+      for (int i = 0; i < task.padded; i += 16)
+        store_bf16(reinterpret_cast<uint16_t*>(out) + i, Row::value(row, i));
+      return;
+    case Format::float32:
+      for (int i = 0; i < task.padded; i += 16)
+        store(reinterpret_cast<float*>(out) + i, Row::value(row, i));
   }
 }
 

@@ -31,7 +31,7 @@ const double kTolerance[] = {1e-5, 0.02, 0.03};
 
 double product_error(const Kernels& kernels, Format format, int rows, int inputs, int outputs) {
   const auto x = normal(static_cast<size_t>(rows) * inputs, 1), w = normal(static_cast<size_t>(outputs) * inputs, 2);
-  const Linear linear(format, false, {{w.data(), outputs, inputs, nullptr}}, false);
+  const Linear linear(format, {{w.data(), outputs, inputs, nullptr}}, false);
   Buffer input(linear.row_bytes() * rows), padded(4 * static_cast<size_t>(linear.inputs()) * rows);
   Buffer out(4 * static_cast<size_t>(linear.padded_outputs()) * rows), scratch(4 * linear.inputs());
   std::vector<float> scale(rows);

@@ -34,9 +34,6 @@ FORMATS = ("float32", "bfloat16", "int8")
 LEVEL_VARIABLE = "TURNSTILE_ISA"
 """Environment variable that forces an instruction set level: avx512, avx512vnni, avx2, portable."""
 
-WIDE_PROJECTIONS: tuple[str, ...] = ()
-"""int8 products whose activations keep 16 bits: of qkv, o, gate_up, down, head."""
-
 
 def _extension() -> tuple[ModuleType | None, str]:
     """The compiled module, or why there is none."""
@@ -105,8 +102,6 @@ class NativeBackend(Backend):
         Compute threads; None: as many as the process may use processors.
     level
         Instruction set level; None: ``$TURNSTILE_ISA``, or the best this processor runs.
-    wide
-        int8 products whose activations keep 16 bits (see :data:`WIDE_PROJECTIONS`).
 
     Raises
     ------
@@ -125,7 +120,6 @@ class NativeBackend(Backend):
         threads: int | None = None,
         *,
         level: str | None = None,
-        wide: tuple[str, ...] = WIDE_PROJECTIONS,
     ) -> None:
         module, reason = _extension()
         if module is None:
@@ -136,7 +130,6 @@ class NativeBackend(Backend):
         self._engine = module.Engine(level, threads or default_threads(), weight_format)
         self._weight_format = weight_format
         self._kv_dtype = kv_dtype
-        self._wide = wide
 
     @property
     def level(self) -> str:
@@ -147,6 +140,18 @@ class NativeBackend(Backend):
     def threads(self) -> int:
         """The number of compute threads, the caller's included."""
         return cast(int, self._engine.threads)
+
+    def laps(self) -> dict[str, float]:
+        """Seconds spent in each part of all steps so far, as the calling thread saw them."""
+        return cast("dict[str, float]", self._engine.laps())
+
+    def peak_operations(self) -> float:
+        """Operations a second that products of the weight format reach at best; takes seconds."""
+        return cast(float, self._engine.peak_operations())
+
+    def peak_bandwidth(self) -> float:
+        """Bytes a second that can be read from memory at best; takes seconds."""
+        return cast(float, self._engine.peak_bandwidth())
 
     # -- at load time -------------------------------------------------------------------------
 
@@ -190,15 +195,13 @@ class NativeBackend(Backend):
             shape.scale,
             shape.sliding_window or 0,
             weights.norm_eps,
-            list(self._wide),
         )
         return cast(Opaque, layer)
 
     def prepare_head(self, weights: HeadWeights) -> Opaque:
         """Pack the projection into panels."""
         norm, projection = _floats(weights.norm), _floats(weights.projection)
-        wide = "head" in self._wide
-        return cast(Opaque, self._engine.head(norm, projection, weights.norm_eps, wide))
+        return cast(Opaque, self._engine.head(norm, projection, weights.norm_eps))
 
     def kv_page_bytes(self, shape: KvShape) -> int:
         """K, V and, for int8, a float32 scale of each token and head.

@@ -1,0 +1,161 @@
+"""Time whole steps of a model on the native backend, and take them apart.
+
+    PYTHONPATH=src python scripts/bench_kernels.py [--model PATH] [--format int8] [--kv int8]
+
+For every shape of step: milliseconds, where they go, and the share of the machine's best that the
+products (operations a second) and the attention (bytes a second) reach. The best is measured in
+the same run. Medians of ``--repeat`` steps; noisy neighbours show as a low peak, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from turnstile.kernels.base import FlatBatch
+from turnstile.kernels.native import NativeBackend
+from turnstile.models.config import ModelConfig
+from turnstile.models.decoder import Decoder
+from turnstile.models.source import resolve
+
+PAGE = 16
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A step: ``decode`` sequences of about ``context`` tokens, and ``prefill`` new prompts."""
+
+    name: str
+    decode: int
+    context: int
+    prefill: int = 0
+    prompt: int = 128
+
+
+SHAPES = (
+    Shape("1 user", 1, 200),
+    Shape("1 user, context 2000", 1, 2000),
+    Shape("4 users", 4, 200),
+    Shape("16 users", 16, 200),
+    Shape("32 users", 32, 200),
+    Shape("100 users", 100, 200),
+    Shape("100 users + 128 prompt", 100, 200, 1),
+    Shape("100 users + 256 prompt", 100, 200, 2),
+    Shape("256 users", 256, 200),
+    Shape("512 prompt", 0, 0, 4),
+)
+
+
+def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
+    """Random tokens in random pages; contexts spread from half to one and a half of the mean."""
+    random = np.random.default_rng(0)
+    parts = []
+    for _ in range(shape.decode):
+        spread = random.uniform(0.5, 1.5) if shape.decode > 1 else 1.0
+        parts.append((int(shape.context * spread) - 1, 1))
+    parts += [(0, shape.prompt)] * shape.prefill
+    counts = [new for _, new in parts]
+    needed = [-(-(old + new) // PAGE) for old, new in parts]
+    order = random.permutation(num_pages).astype(np.int32)
+    tables = np.zeros((len(parts), max(needed)), np.int32)
+    start = 0
+    for row, count in enumerate(needed):
+        tables[row, :count] = order[start : start + count]
+        start += count
+    offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    return FlatBatch(
+        PAGE,
+        random.integers(0, vocab, sum(counts)).astype(np.int32),
+        np.concatenate([np.arange(old, old + new, dtype=np.int32) for old, new in parts]),
+        np.repeat(np.arange(len(parts), dtype=np.int32), counts),
+        tables,
+        offsets,
+        np.array([old + new for old, new in parts], np.int32),
+        offsets[1:] - 1,
+    )
+
+
+def product_operations(config: ModelConfig, batch: FlatBatch) -> float:
+    """Two for each multiply-add of all matrix products."""
+    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
+    head = config.hidden_size * config.vocab_size
+    rows = len(batch.logit_rows)
+    return 2.0 * (batch.num_tokens * layer * config.num_layers + rows * head)
+
+
+def measure(decoder: Decoder, shape: Shape, repeat: int) -> tuple[float, dict[str, float], float]:
+    """Median seconds of a step, seconds of each part, and those of argmax and normaliser."""
+    num_pages = 6000
+    kv = decoder.backend.allocate_kv(decoder.kv_shape(PAGE, num_pages))
+    batch = make_batch(shape, decoder.config.vocab_size, num_pages)
+    backend = decoder.backend
+    assert isinstance(backend, NativeBackend)
+    steps, after = [], []
+    parts: dict[str, list[float]] = {}
+    for round_number in range(repeat + 2):
+        before = backend.laps()
+        start = time.perf_counter()
+        logits = decoder.forward(batch, kv)
+        middle = time.perf_counter()
+        backend.argmax(logits)
+        backend.log_normalizer(logits)
+        end = time.perf_counter()
+        if round_number < 2:
+            continue
+        steps.append(middle - start)
+        after.append(end - middle)
+        for name, seconds in backend.laps().items():
+            parts.setdefault(name, []).append(seconds - before[name])
+    medians = {name: statistics.median(values) for name, values in parts.items()}
+    return statistics.median(steps), medians, statistics.median(after)
+
+
+def report(decoder: Decoder, shape: Shape, repeat: int, peak: float, bandwidth: float) -> None:
+    seconds, parts, after = measure(decoder, shape, repeat)
+    batch = make_batch(shape, decoder.config.vocab_size, 6000)
+    products = sum(parts[name] for name in ("qkv", "o", "gate, up, silu", "down", "head"))
+    operations = product_operations(decoder.config, batch)
+    backend = decoder.backend
+    weights = operations / 2 / max(batch.num_tokens, 1)  # bytes at one byte a weight
+    cache = backend.kv_page_bytes(decoder.kv_shape(PAGE, 1)) / PAGE * batch.context_lengths.sum()
+    rate = cache / parts["attention"]
+    print(
+        f"\n{shape.name}: {seconds * 1e3:.2f} ms, {batch.num_tokens / seconds:,.0f} tokens/s; "
+        f"products {operations / products / 1e9:,.0f} G/s ({operations / products / peak:.0%})"
+        + (f", weights {weights / products / 1e9:.0f} G/s" if batch.num_tokens == 1 else "")
+        + (f"; K and V {rate / 1e9:.0f} GB/s ({rate / bandwidth:.0%})" if shape.decode else "")
+        + f"; argmax and normaliser {after * 1e3:.2f} ms"
+    )
+    shown = sorted(parts.items(), key=lambda item: -item[1])
+    print("   " + ", ".join(f"{name} {value * 1e3:.2f}" for name, value in shown))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="default", help="path or name of a model")
+    parser.add_argument("--format", default="int8", help="float32, bfloat16 or int8")
+    parser.add_argument("--kv", default=None, help="the same choices; default: the format")
+    parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--repeat", type=int, default=15)
+    parser.add_argument("--only", default="", help="steps whose name contains this")
+    options = parser.parse_args()
+    backend = NativeBackend(options.format, options.kv or options.format, options.threads)
+    decoder = Decoder.load(resolve(options.model), backend)
+    peak, bandwidth = backend.peak_operations(), backend.peak_bandwidth()
+    print(
+        f"{options.format} weights, {options.kv or options.format} K and V, {backend.level}, "
+        f"{backend.threads} threads; at best {peak / 1e9:,.0f} G operations/s, "
+        f"{bandwidth / 1e9:.0f} GB/s"
+    )
+    for shape in SHAPES:
+        if options.only in shape.name:
+            report(decoder, shape, options.repeat, peak, bandwidth)
+
+
+if __name__ == "__main__":
+    main()
