@@ -1,0 +1,139 @@
+"""An executor without a model: tokens are a hash, and prompts can ask for disasters.
+
+For tests of everything around the model (the loop, the supervisor, the server): a token depends
+on the seed, the sample and every token before it, so that one lost, repeated or changed shows in
+all that follow. Torch-free.
+
+A prompt that begins with :data:`FAULT` names a fault in its next token, and in the one after that
+the number of outputs at which it strikes (see :func:`fault_prompt`).
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+import time
+import zlib
+from collections.abc import Sequence as Seq
+from enum import IntEnum
+
+from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.request import Sequence
+from turnstile.engine.executor import ChunkResult
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import TokenLogprobs
+
+FAULT = (7, 7, 7)
+"""How a prompt that asks for a fault begins."""
+
+_HANG = 3600.0
+
+
+class Fault(IntEnum):
+    """What a prompt can make happen in the step that draws for it."""
+
+    EXIT = 1
+    """The process ends, as if killed."""
+    HANG = 2
+    """The step does not end."""
+    ERROR = 3
+    """Its own row fails."""
+    RAISE = 4
+    """The step raises."""
+
+
+def fault_prompt(fault: Fault, at: int = 0, *rest: int) -> list[int]:
+    """A prompt whose request suffers ``fault`` once it has ``at`` outputs."""
+    return [*FAULT, int(fault), at, *rest]
+
+
+def fake_token(
+    history: Seq[int], params: SamplingParams, seed: int, index: int, vocab_size: int
+) -> int:
+    """The token after ``history`` (prompt and outputs). Greedy requests ignore seed and sample."""
+    source = (0, 0) if params.greedy else (seed & 0xFFFFFFFFFFFFFFFF, index)
+    packed = struct.pack(f"<QQ{len(history)}I", *source, *history)
+    return zlib.crc32(packed) % vocab_size
+
+
+class FakeExecutor:
+    """See the module.
+
+    Parameters
+    ----------
+    vocab_size
+        Tokens are ``0 … vocab_size - 1``.
+    seconds_per_step
+        How long a step takes.
+    fail_at
+        The number (from 0) of an ``execute`` call that raises.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        seconds_per_step: float = 0.0,
+        fail_at: int | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.seconds_per_step = seconds_per_step
+        self.fail_at = fail_at
+        self.calls = 0
+        self.known: dict[Sequence, tuple[SamplingParams, int]] = {}
+
+    def add(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
+        self.known[sequence] = (params, seed)
+
+    def remove(self, sequence: Sequence) -> None:
+        self.known.pop(sequence, None)
+
+    def execute(self, plan: Plan) -> list[ChunkResult]:
+        call = self.calls
+        self.calls += 1
+        if self.seconds_per_step:
+            time.sleep(self.seconds_per_step)
+        if call == self.fail_at:
+            raise RuntimeError(f"The fake fails at step {call}, as it was told to.")
+        faults = [_fault(chunk) for chunk in plan.chunks]
+        if Fault.EXIT in faults:
+            os._exit(17)
+        if Fault.HANG in faults:
+            time.sleep(_HANG)
+        if Fault.RAISE in faults:
+            raise RuntimeError("The fake fails, as a prompt told it to.")
+        return [
+            ChunkResult(Outcome(error="The fake drew NaN for this request."))
+            if fault is Fault.ERROR
+            else self._draw(chunk)
+            for chunk, fault in zip(plan.chunks, faults, strict=True)
+        ]
+
+    def _draw(self, chunk: Chunk) -> ChunkResult:
+        """A forking chunk draws for samples 0, 1, …; every other for its own."""
+        sequence = chunk.sequence
+        params, seed = self.known[sequence]
+        first = sequence.index
+        tokens = tuple(
+            fake_token(sequence.tokens, params, seed, first + k, self.vocab_size)
+            for k in range(chunk.samples)
+        )
+        logprobs = prompt_logprobs = None
+        if params.logprobs is not None:
+            logprobs = [TokenLogprobs(-1.0, [(token, -1.0)]) for token in tokens]
+        if chunk.score:
+            end = min(chunk.end, sequence.num_prompt - 1)
+            prompt_logprobs = [
+                TokenLogprobs(-float(sequence.tokens[i + 1])) for i in range(chunk.start, end)
+            ]
+        return ChunkResult(Outcome(tokens), logprobs, prompt_logprobs)
+
+
+def _fault(chunk: Chunk) -> Fault | None:
+    sequence = chunk.sequence
+    named = len(FAULT)
+    if tuple(sequence.tokens[:named]) != FAULT or sequence.num_prompt < named + 2:
+        return None
+    kind, at = sequence.tokens[named : named + 2]
+    if chunk.samples and sequence.num_outputs == at and kind in list(Fault):
+        return Fault(kind)
+    return None
