@@ -1,0 +1,128 @@
+"""From a plan to the flat batch, in buffers made once.
+
+Page tables are kept by difference: a sequence has a row from its first step to its last, and only
+the pages it gained since the step before are written.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from turnstile.core.plan import Chunk, Plan
+from turnstile.core.request import Sequence, State
+from turnstile.kernels.base import FlatBatch
+
+
+class BatchBuilder:
+    """Owns the buffers of the flat batch.
+
+    Parameters
+    ----------
+    max_tokens, max_sequences
+        Most rows and sequences of a step; the buffers grow if a plan has more tokens (only a
+        prompt computed without chunks can).
+    max_pages
+        Most pages of a sequence.
+    """
+
+    def __init__(self, max_tokens: int, max_sequences: int, max_pages: int, page_size: int) -> None:
+        self._page_size = page_size
+        self._tables = np.zeros((max_sequences, max_pages), dtype=np.int32)
+        self._written = [0] * max_sequences
+        self._life = [0] * max_sequences
+        self._row_of: dict[Sequence, int] = {}
+        self._free_rows = list(range(max_sequences - 1, -1, -1))
+        self._step_tables = np.zeros((max_sequences, max_pages), dtype=np.int32)
+        self._offsets = np.zeros(max_sequences + 1, dtype=np.int32)
+        self._contexts = np.zeros(max_sequences, dtype=np.int32)
+        self._allocate(max_tokens)
+
+    def _allocate(self, max_tokens: int) -> None:
+        self._ids = np.zeros(max_tokens, dtype=np.int32)
+        self._positions = np.zeros(max_tokens, dtype=np.int32)
+        self._sequence_of = np.zeros(max_tokens, dtype=np.int32)
+        self._ramp = np.arange(max_tokens, dtype=np.int32)
+
+    def build(self, plan: Plan) -> FlatBatch:
+        """Lay out the plan's chunks. The result is a view that the next call overwrites."""
+        chunks, count = plan.chunks, plan.num_tokens
+        if count > len(self._ids):
+            self._allocate(count)
+        rows = np.fromiter((self._table_row(c.sequence) for c in chunks), np.int32, len(chunks))
+        widest = max(len(c.sequence.table) for c in chunks)
+        tables = self._step_tables[: len(chunks), :widest]
+        np.take(self._tables[:, :widest], rows, axis=0, out=tables)
+        logit_rows: list[int] = []
+        at = 0
+        for i, chunk in enumerate(chunks):
+            self._offsets[i] = at
+            self._contexts[i] = chunk.end
+            self._write(chunk, i, at)
+            logit_rows += logit_rows_of(chunk, at)
+            at += chunk.count
+        self._offsets[len(chunks)] = at
+        return FlatBatch(
+            page_size=self._page_size,
+            ids=self._ids[:at],
+            positions=self._positions[:at],
+            sequence_of=self._sequence_of[:at],
+            page_tables=np.ascontiguousarray(tables),
+            query_offsets=self._offsets[: len(chunks) + 1],
+            context_lengths=self._contexts[: len(chunks)],
+            logit_rows=np.asarray(logit_rows, dtype=np.int32),
+        )
+
+    def forget(self, sequence: Sequence) -> None:
+        """Free the row of a sequence that runs no more."""
+        row = self._row_of.pop(sequence, None)
+        if row is not None:
+            self._written[row] = 0
+            self._free_rows.append(row)
+
+    def _write(self, chunk: Chunk, index: int, at: int) -> None:
+        tokens = chunk.sequence.tokens
+        self._sequence_of[at : at + chunk.count] = index
+        if chunk.count == 1:
+            self._ids[at] = tokens[chunk.start]
+            self._positions[at] = chunk.start
+            return
+        end = at + chunk.count
+        known = chunk.count - len(chunk.drafts)
+        self._ids[at : at + known] = tokens[chunk.start : chunk.start + known]
+        self._ids[at + known : end] = chunk.drafts
+        self._positions[at:end] = self._ramp[: chunk.count]
+        self._positions[at:end] += chunk.start
+
+    def _table_row(self, sequence: Sequence) -> int:
+        row = self._row_of.get(sequence)
+        if row is None:
+            row = self._row_of[sequence] = self._take_row()
+        pages = sequence.table.pages
+        # A table only grows, until a preemption starts it anew.
+        if self._life[row] != sequence.preemptions:
+            self._life[row], self._written[row] = sequence.preemptions, 0
+        written = self._written[row]
+        if written < len(pages):
+            self._tables[row, written : len(pages)] = pages[written:]
+            self._written[row] = len(pages)
+        return row
+
+    def _take_row(self) -> int:
+        if not self._free_rows:
+            for sequence in [s for s in self._row_of if s.state is not State.RUNNING]:
+                self.forget(sequence)
+        return self._free_rows.pop()
+
+
+def logit_rows_of(chunk: Chunk, at: int) -> list[int]:
+    """Rows of the flat batch whose logits the chunk needs, ascending: those that score the prompt
+    (each predicts the token after it), then those to draw from.
+    """
+    rows: list[int] = []
+    if chunk.score:
+        scored = min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
+        rows += range(at, at + max(0, scored))
+    if chunk.samples:
+        drawn = 1 + len(chunk.drafts)
+        rows += range(at + chunk.count - drawn, at + chunk.count)
+    return rows

@@ -1,0 +1,233 @@
+"""From a configuration to a step loop: model, backend, page pool, scheduler."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+from turnstile.core.admission import ADMISSION_POLICIES
+from turnstile.core.fairness import QUEUE_POLICIES
+from turnstile.core.pages import PagePool
+from turnstile.core.scheduler import Scheduler, SchedulerConfig
+from turnstile.engine.config import EngineConfig, EngineConfigError
+from turnstile.engine.executor import Executor
+from turnstile.engine.loop import StepLoop
+from turnstile.engine.machine import available_memory, cpu_flags, usable_cpus
+from turnstile.engine.protocol import EngineInfo, StepResult
+
+MODEST_POOL = 512 << 20
+"""Bytes of the default KV pool on a CPU, unless the model's context needs more."""
+
+Emit = Callable[[StepResult], None]
+Report = Callable[[str, float], None]
+
+
+def build_engine(
+    config: EngineConfig, epoch: int, report: Report
+) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
+    """Load the model and make everything a step loop needs.
+
+    ``report(stage, fraction)`` is told how far loading has come. Returns the way to make the loop
+    once its output is known, and what to tell the world about this engine.
+
+    Raises
+    ------
+    ModelError, EngineConfigError, BackendError
+        With a sentence that says what to change.
+    """
+    config.check()
+    if config.model.startswith("fake:"):
+        return _build_fake(config, epoch)
+    return _build_real(config, epoch, report)
+
+
+def _build_real(
+    config: EngineConfig, epoch: int, report: Report
+) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
+    # Torch takes a second to import: only the process that computes pays for it.
+    import torch
+
+    from turnstile.engine.batch import BatchBuilder
+    from turnstile.engine.runner import Runner
+    from turnstile.kernels import create_backend
+    from turnstile.models.decoder import Decoder
+    from turnstile.models.source import resolve
+    from turnstile.text.grammar import GrammarCompiler
+    from turnstile.text.tokenizer import Tokenizer
+
+    began = time.monotonic()
+    threads = config.threads or usable_cpus()
+    device = config.device if config.device != "auto" else _best_device()
+    name = None if config.backend == "auto" else config.backend
+    source = resolve(config.model, revision=config.revision)
+    weight_format = _weight_format(config, device)
+    backend = create_backend(
+        device, weight_format, config.kv_cache_dtype, config.exact, threads, name=name
+    )
+    if backend.name == "native":
+        # Its own threads compute; a second pool of spinning ones would only be in their way.
+        torch.set_num_threads(1)
+    decoder = Decoder.load(
+        source, backend, lambda done, total: report("weights", done / max(1, total))
+    )
+    shape = decoder.kv_shape(config.page_size, 1)
+    page_bytes = backend.kv_page_bytes(shape)
+    max_positions = source.config.max_positions
+    num_pages = pool_pages(config, page_bytes, max_positions, device)
+    max_model_len = _max_model_len(config, max_positions, num_pages)
+    kv = backend.allocate_kv(decoder.kv_shape(config.page_size, num_pages))
+    builder = BatchBuilder(
+        config.max_num_batched_tokens,
+        config.max_num_seqs,
+        -(-max_model_len // config.page_size) + 1,
+        config.page_size,
+    )
+    runner = Runner(decoder, kv, builder, lambda: GrammarCompiler(Tokenizer.from_path(source.path)))
+    scheduler = make_scheduler(config, num_pages, max_model_len)
+    info = EngineInfo(
+        epoch=epoch,
+        pid=os.getpid(),
+        model=source.name,
+        architecture=source.config.family.name,
+        vocab_size=source.config.vocab_size,
+        max_model_len=max_model_len,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        kv_bytes=num_pages * page_bytes,
+        kv_dtype=config.kv_cache_dtype or str(getattr(backend, "kv_dtype", "auto")),
+        weight_format=weight_format,
+        weight_bytes=source.config.num_parameters * _WEIGHT_BYTES[weight_format],
+        num_parameters=source.config.num_parameters,
+        backend=backend.name,
+        device=str(backend.device),
+        threads=threads,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        admission=config.admission,
+        exact=backend.exact,
+        load_seconds=time.monotonic() - began,
+    )
+    return lambda emit: StepLoop(scheduler, runner, epoch, emit), info
+
+
+def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
+    """An engine without a model, for tests of everything around it."""
+    if os.environ.get("TURNSTILE_FAULTS") != "1":
+        raise EngineConfigError(
+            "A model named fake:… exists only for tests, with TURNSTILE_FAULTS=1 set."
+        )
+    fake: Any = importlib.import_module("turnstile.engine.fake")
+    num_pages = config.num_pages or 4096
+    max_model_len = _max_model_len(config, 8192, num_pages)
+    executor: Executor = fake.make_fake(config.model)
+    scheduler = make_scheduler(config, num_pages, max_model_len)
+    info = EngineInfo(
+        epoch=epoch,
+        pid=os.getpid(),
+        model=config.model,
+        architecture="fake",
+        vocab_size=1000,
+        max_model_len=max_model_len,
+        page_size=config.page_size,
+        num_pages=num_pages,
+        kv_bytes=0,
+        kv_dtype="none",
+        weight_format="none",
+        weight_bytes=0,
+        num_parameters=0,
+        backend="fake",
+        device="cpu",
+        threads=1,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        admission=config.admission,
+        exact=True,
+        load_seconds=0.0,
+    )
+    return lambda emit: StepLoop(scheduler, executor, epoch, emit), info
+
+
+def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> Scheduler:
+    """The scheduler of this configuration, with its policies by name."""
+    return Scheduler(
+        SchedulerConfig(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            target_itl=config.target_itl,
+        ),
+        PagePool(num_pages, config.page_size),
+        ADMISSION_POLICIES[config.admission](),
+        QUEUE_POLICIES[config.scheduling_policy](),
+        prefix_caching=config.enable_prefix_caching,
+    )
+
+
+def pool_pages(config: EngineConfig, page_bytes: int, max_positions: int, device: str) -> int:
+    """Pages of the pool: as told, or a modest share of the memory that is free here.
+
+    Raises
+    ------
+    EngineConfigError
+        The memory does not hold a single page.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    if config.kv_cache_memory_bytes is not None:
+        pages = config.kv_cache_memory_bytes // page_bytes
+    elif device.startswith("cuda"):
+        import torch
+
+        free, total = torch.cuda.mem_get_info()
+        pages = int(max(0, free - (1 - config.gpu_memory_utilization) * total)) // page_bytes
+    else:
+        context = config.max_model_len or max_positions
+        wanted = max(MODEST_POOL, 2 * -(-context // config.page_size) * page_bytes)
+        pages = min(wanted, available_memory() // 4) // page_bytes
+    if pages < 1:
+        raise EngineConfigError(
+            f"The memory for the KV cache does not hold one page ({page_bytes} bytes). Set "
+            "--kv-cache-memory-bytes or --num-pages."
+        )
+    return pages
+
+
+def _max_model_len(config: EngineConfig, max_positions: int, num_pages: int) -> int:
+    pool = num_pages * config.page_size
+    if config.max_model_len is None:
+        return min(max_positions, pool)
+    if config.max_model_len > max_positions:
+        raise EngineConfigError(
+            f"--max-model-len {config.max_model_len} is more than the {max_positions} positions "
+            "this model knows."
+        )
+    return config.max_model_len
+
+
+def _best_device() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _weight_format(config: EngineConfig, device: str) -> str:
+    """What ``auto`` means: int8 where the native kernels have the instructions that make it
+    faster, bfloat16 where the processor computes with it, float32 elsewhere.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    if device.startswith("cuda"):
+        return "bfloat16"
+    flags = cpu_flags()
+    if config.backend != "reference" and "avx512_vnni" in flags:
+        from turnstile.kernels import native
+
+        if native.refusal(device, "int8", config.kv_cache_dtype) is None:
+            return "int8"
+    return "bfloat16" if "avx512_bf16" in flags else "float32"
+
+
+_WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

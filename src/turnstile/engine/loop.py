@@ -1,0 +1,261 @@
+"""The step loop: commands in, a plan, one forward pass, one message out.
+
+    commands ──▶ apply          plan ──▶ emit ──▶ execute ──▶ commit
+                                          │
+                 rows of the last step, members of the one about to run
+
+Announcing the members before executing them is what lets a supervisor know whom to suspect when
+the engine dies in a step. Torch-free: what computes is behind :class:`Executor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import fields
+
+from turnstile.core.admission import NeverFitsError
+from turnstile.core.events import AnyEvent
+from turnstile.core.plan import Outcome, Plan, Progress
+from turnstile.core.request import FinishReason, Request, Sequence
+from turnstile.core.scheduler import Scheduler
+from turnstile.engine.executor import ChunkResult, Executor
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import (
+    Cancel,
+    Command,
+    Control,
+    CostModel,
+    Row,
+    Snapshot,
+    StepResult,
+    Submit,
+)
+from turnstile.text.errors import TextError
+
+logger = logging.getLogger(__name__)
+
+
+class StepLoop:
+    """Drives a scheduler and an executor; the same in a process, in a thread and in tests.
+
+    Parameters
+    ----------
+    emit
+        Called with every :class:`StepResult`, from within :meth:`step`.
+    clock
+        Seconds; the one the API process uses for arrivals and deadlines.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        epoch: int,
+        emit: Callable[[StepResult], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.scheduler = scheduler
+        self.executor = executor
+        self.epoch = epoch
+        self._emit = emit
+        self._clock = clock
+        self._rows: list[Row] = []
+        self._drawing: dict[str, tuple[SamplingParams, int]] = {}
+        self._busy = 0.0
+        self._step_seconds = 0.0
+        self._step_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether :meth:`step` would do anything."""
+        return bool(self._rows) or self.scheduler.has_work
+
+    # -- commands ---------------------------------------------------------------------------------
+
+    def apply(self, command: Command) -> None:
+        """Take one command, between steps."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self._cancel(command)
+            case Control(action="reset_prefix_cache"):
+                self.scheduler.cache.clear()
+            case Control():
+                pass
+
+    def _submit(self, command: Submit) -> None:
+        params = command.params
+        request = Request(
+            id=command.request_id,
+            prompt=tuple(command.prompt),
+            max_tokens=command.max_tokens,
+            n=command.n,
+            tenant=command.tenant,
+            weight=command.weight,
+            priority=command.priority,
+            arrival=command.arrival,
+            deadline=command.deadline,
+            min_tokens=params.min_tokens,
+            stop_ids=frozenset(params.stop_token_ids),
+            salt=command.salt,
+            score_prompt=params.prompt_logprobs is not None and not command.outputs,
+        )
+        try:
+            sequence = self.scheduler.submit(
+                request,
+                outputs=command.outputs,
+                sample_index=command.sample_index,
+                charged=command.charged,
+                now=self._clock(),
+            )
+        except NeverFitsError as error:
+            self._refuse(command, str(error))
+            return
+        try:
+            self.executor.add(sequence, params, command.seed)
+        except TextError as error:
+            self.scheduler.fail(sequence, str(error), self._clock())
+            self._refuse(command, str(error))
+            return
+        self._drawing[command.request_id] = (params, command.seed)
+
+    def _refuse(self, command: Submit, message: str) -> None:
+        first = len(command.outputs)
+        for index in range(command.sample_index, command.sample_index + command.n):
+            self._rows.append(
+                Row(command.request_id, index, first, [], finish="error", error=message)
+            )
+
+    def _cancel(self, command: Cancel) -> None:
+        reason = FinishReason.STOP if command.reason == "stop" else FinishReason.ABORT
+        for ended in self.scheduler.cancel(
+            command.request_id, command.sample_index, now=self._clock(), reason=reason
+        ):
+            self._forget(ended.sequence)
+
+    def _forget(self, sequence: Sequence) -> None:
+        self.executor.remove(sequence)
+        if not self.scheduler.sequences(sequence.request.id):
+            self._drawing.pop(sequence.request.id, None)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Plan, say what the last step did and who is in this one, compute it, commit it."""
+        plan = self.scheduler.plan(self._clock())
+        for ended in self.scheduler.take_ended():
+            self._add_row(ended, None)
+        self._announce(plan)
+        if not plan:
+            return
+        began = self._clock()
+        results = self._execute(plan)
+        ended_at = self._clock()
+        self._step_seconds = ended_at - began
+        self._step_tokens = plan.num_tokens
+        self._busy += self._step_seconds
+        outcomes = [result.outcome for result in results]
+        for progress in self.scheduler.commit(plan, outcomes, ended_at, self._step_seconds):
+            self._add_row(progress, results[progress.chunk])
+
+    def _announce(self, plan: Plan) -> None:
+        rows, self._rows = self._rows, []
+        members = [(c.sequence.request.id, c.sequence.index) for c in plan.chunks]
+        events = [_encoded(event) for event in self.scheduler.take_events()]
+        if rows or members or events:
+            snapshot = self._snapshot()
+            self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
+
+    def _execute(self, plan: Plan) -> list[ChunkResult]:
+        """Run a plan. Where that fails, its rows are tried again in halves, and what cannot run
+        alone has failed alone.
+        """
+        try:
+            return self.executor.execute(plan)
+        except Exception as error:
+            # Whatever it was, it must not end the other requests: that is this method's purpose.
+            logger.exception("Step %d failed with %d rows", plan.step, len(plan.chunks))
+            if len(plan.chunks) == 1:
+                message = f"The request failed in the model ({type(error).__name__})."
+                results = [ChunkResult(Outcome(error=message))]
+            else:
+                middle = len(plan.chunks) // 2
+                results = [
+                    result
+                    for part in (plan.chunks[:middle], plan.chunks[middle:])
+                    for result in self._execute(Plan(plan.step, part))
+                ]
+            self.scheduler.audit()
+            return results
+
+    def _add_row(self, progress: Progress, result: ChunkResult | None) -> None:
+        sequence = progress.sequence
+        tokens = list(progress.tokens)
+        logprobs = prompt_logprobs = None
+        if result is not None:
+            if result.logprobs is not None and tokens:
+                at = progress.sample
+                logprobs = result.logprobs[at : at + len(tokens)]
+            if progress.sample == 0:
+                prompt_logprobs = result.prompt_logprobs
+        finish = str(progress.finish) if progress.finish else None
+        self._rows.append(
+            Row(
+                sequence.request.id,
+                sequence.index,
+                progress.first,
+                tokens,
+                logprobs,
+                finish,
+                progress.error,
+                tokens[-1] if progress.finish is FinishReason.STOP and tokens else None,
+                sequence.num_cached,
+                prompt_logprobs,
+                sequence.charged,
+            )
+        )
+        if progress.finish:
+            self._forget(sequence)
+        elif progress.sample:
+            # A sibling that came to be in this step.
+            self.executor.add(sequence, *self._drawing[sequence.request.id])
+
+    # -- the snapshot -----------------------------------------------------------------------------
+
+    def _snapshot(self) -> Snapshot:
+        scheduler, pool, counted = self.scheduler, self.scheduler.pool, self.scheduler.statistics
+        fit = scheduler.cost.coefficients
+        return Snapshot(
+            time=self._clock(),
+            step=counted.steps,
+            step_seconds=self._step_seconds,
+            busy_seconds=self._busy,
+            running=len(scheduler.running),
+            waiting=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            pages_total=pool.num_pages,
+            pages_free=pool.num_free,
+            pages_held=pool.num_held,
+            pages_cached=pool.num_cached,
+            prompt_tokens=counted.prompt_tokens,
+            cached_tokens=counted.cached_tokens,
+            generated_tokens=counted.generated_tokens,
+            recomputed_tokens=counted.recomputed_tokens,
+            preemptions=counted.preemptions,
+            evictions=pool.evictions,
+            prefix_queries=scheduler.cache.queries,
+            prefix_hits=scheduler.cache.hits,
+            bad_rows=counted.failed_rows,
+            step_tokens=self._step_tokens,
+            waiting_by_reason=scheduler.waiting_by_reason,
+            tenants=scheduler.queue.counters(),
+            cost=CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, scheduler.cost.samples),
+        )
+
+
+def _encoded(event: AnyEvent) -> tuple[str, list[object]]:
+    """An event as the protocol carries it: its class's name and its fields, in order."""
+    return (type(event).__name__, [getattr(event, field.name) for field in fields(event)])
