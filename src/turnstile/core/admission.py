@@ -120,6 +120,10 @@ class AdmissionPolicy(ABC):
 
     name: str
     preempts: bool = True
+    lockstep: bool = True
+    """Decoding sequences advance one token a step, all of them. False where some may speculate:
+    then everybody counts in full.
+    """
 
     @abstractmethod
     def remaining(self, sequence: Sequence) -> int:
@@ -144,7 +148,7 @@ class AdmissionPolicy(ABC):
         for sequence in running:
             private = sequence.table.private - given_up.get(id(sequence.table), 0)
             kept = len(sequence.table) - private
-            if sequence.decoding and not sequence.drafts:
+            if self.lockstep and sequence.decoding and not sequence.drafts:
                 held.append(sequence.total - kept * page_size)
                 coming.append(max(0, self.remaining(sequence) - 1))
             else:
