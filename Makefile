@@ -1,25 +1,34 @@
-# `make serve` and `make test` do everything they need on a fresh machine with Python 3.11 or later.
+# Every target does all it needs, on a fresh machine with Python 3.11 or later and its venv module.
+# `make help` lists them.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+NATIVE := $(wildcard csrc/pyproject.toml csrc/CMakeLists.txt csrc/engine/* csrc/isa/*)
+# A .venv that is a link belongs to somebody else: it is used as it is, and never installed into.
+LINKED := $(shell test -L $(VENV) && echo yes)
 
-.PHONY: install serve test test-fast lint format clean
+.PHONY: help install serve test test-fast lint format clean
 
-install: $(STAMP)  ## build .venv with everything and fetch the default model
+help:  ## list the targets
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
 
-$(STAMP): pyproject.toml constraints.txt csrc/pyproject.toml $(wildcard csrc/src/*)
+install: $(if $(LINKED),,$(STAMP))  ## build .venv with everything and fetch the default model
+
+$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+	@echo "Installing into $(VENV); the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
-	$(BIN)/python -m pip install --quiet ./csrc \
-		|| echo "The native kernels could not be built (a C++20 compiler is needed); the slower reference kernels will serve."
+	@$(BIN)/python -m pip install --quiet ./csrc >$(VENV)/native-build.log 2>&1 \
+		&& echo "The native kernels are built." \
+		|| echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler): the slower reference kernels will be used."
 	$(BIN)/turnstile pull
-	touch $(STAMP)
+	@touch $(STAMP)
 
-serve: install  ## a running server on http://127.0.0.1:8000
-	$(BIN)/turnstile serve
+serve: install  ## a running server on http://127.0.0.1:8000; flags in ARGS="..."
+	PYTHONPATH=src $(BIN)/python -m turnstile serve $(ARGS)
 
 test: install  ## the whole suite
 	$(BIN)/python -m pytest -q
@@ -27,16 +36,16 @@ test: install  ## the whole suite
 test-fast: install  ## without the real model and without server processes
 	$(BIN)/python -m pytest -q -m "not model and not e2e"
 
-lint: install  ## ruff, mypy, import contracts, docs
+lint: install  ## ruff, mypy, import contracts, documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	PYTHONPATH=src $(BIN)/lint-imports
 	$(BIN)/python scripts/check_docs.py
 
-format: install
+format: install  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+clean:  ## remove what was built here; the models in the cache stay
+	rm -rf $(if $(LINKED),,$(VENV)) build dist csrc/build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,40 @@
+# Turnstile on a CPU, as a user without rights. Build and run:
+#
+#   docker build -t turnstile .
+#   docker run --rm -p 127.0.0.1:8000:8000 -e TURNSTILE_API_KEY=secret -v turnstile:/models turnstile
+#
+# The container listens on all its addresses, so it needs a key. TORCH_INDEX may name an index with
+# the CPU build of torch; without one the image carries gigabytes of CUDA that nobody uses.
+
+FROM python:3.11-slim AS build
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+WORKDIR /source
+RUN python -m venv /opt/turnstile
+ENV PATH=/opt/turnstile/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
+ARG TORCH_INDEX=""
+COPY constraints.txt ./
+RUN grep '^torch==' constraints.txt > torch.txt \
+    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt
+COPY csrc csrc
+RUN pip install ./csrc
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install -c constraints.txt .
+
+FROM python:3.11-slim
+RUN useradd --system --uid 10001 --create-home turnstile \
+    && mkdir /models && chown turnstile /models
+COPY --from=build /opt/turnstile /opt/turnstile
+ENV PATH=/opt/turnstile/bin:$PATH \
+    TURNSTILE_CACHE=/models \
+    TURNSTILE_SERVE_HOST=0.0.0.0 \
+    TURNSTILE_SERVE_LOG_FORMAT=json
+USER turnstile
+VOLUME /models
+EXPOSE 8000
+# Alive, whatever it is doing: loading and draining are no reason to be killed.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/livez', timeout=4)"]
+STOPSIGNAL SIGTERM
+ENTRYPOINT ["turnstile"]
+CMD ["serve"]
