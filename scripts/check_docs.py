@@ -1,24 +1,38 @@
 """Checks that the documents are true where a machine can tell.
 
-Relative links lead somewhere, `make` targets that are named exist, and nothing that is tracked
-holds an absolute path of somebody's machine or names a package registry's host.
+Relative links and their anchors lead somewhere; the `make` targets, `turnstile` verbs and
+`turnstile serve` flags that are named exist; nothing that is tracked holds an absolute path of
+somebody's machine or names a package registry's host. Files and functions over the size gate are
+reported, and fail nothing.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-LINK = re.compile(r"\[[^\]]*\]\(([^)#\s]+)[^)]*\)")
-TARGET = re.compile(r"`make ([a-z-]+)`")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
+HEADING = re.compile(r"^#+ +(.+)$", re.M)
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.M | re.S)
+CODE = re.compile(r"`([^`\n]+)`")
 # Spelt in pieces, so that this file does not accuse itself.
 FORBIDDEN = re.compile(
-    "|".join((r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot)/", "py" + r"pi\.org", r"registry\.np" + "mjs"))
+    "|".join(
+        (
+            r"(?<![\w.])/(?:wo" + r"rk|ro" + r"ot)/",
+            "py" + r"pi\.org",
+            "python" + r"hosted\.org",
+            r"registry\.np" + "mjs",
+            "download\\.py" + r"torch\.org",
+        )
+    )
 )
-MAX_LINES = 500
+MAX_FILE, MAX_FUNCTION = 500, 60
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -29,22 +43,81 @@ def tracked(*patterns: str) -> list[Path]:
     return [ROOT / line for line in listed.stdout.splitlines() if (ROOT / line).is_file()]
 
 
+def anchors(path: Path) -> set[str]:
+    """The names a heading can be linked by."""
+    text = FENCE.sub("", path.read_text())
+    plain = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in HEADING.findall(text))
+    return {name.strip().replace(" ", "-") for name in plain}
+
+
+def broken_links(path: Path, text: str) -> Iterator[str]:
+    """Relative links that lead nowhere."""
+    for link in LINK.findall(FENCE.sub("", text)):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not target.exists():
+            yield f"the link to {link} leads nowhere"
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            yield f"{link}: there is no such heading"
+
+
+def commands(text: str) -> Iterator[str]:
+    """Shell commands: lines of shell blocks, and code within a line."""
+    for language, body in FENCE.findall(text):
+        if language in ("sh", "bash", "console"):
+            yield from body.replace("\\\n", " ").splitlines()
+    yield from CODE.findall(FENCE.sub("", text))
+
+
+def unknown_commands(text: str, targets: set[str], flags: set[str]) -> Iterator[str]:
+    """Commands that name what does not exist."""
+    from turnstile.cli.main import VERBS
+
+    here = {verb for verb in VERBS if module_of(verb).exists()}
+    for command in commands(text):
+        words = command.split("#")[0].split()
+        if len(words) < 2:
+            continue
+        if words[0] == "make" and words[1] not in targets:
+            yield f"there is no `make {words[1]}`"
+        if words[0].endswith("turnstile") and words[1].isalpha() and words[1] not in here:
+            yield f"there is no `turnstile {words[1]}`"
+        if words[0].endswith("turnstile") and words[1] == "serve":
+            for word in words[2:]:
+                flag = word.partition("=")[0]
+                if flag.startswith("--") and flag.removeprefix("--no-") not in flags:
+                    yield f"`turnstile serve` has no {flag}"
+
+
+def module_of(verb: str) -> Path:
+    """Where the command line looks for a verb."""
+    return ROOT / "src/turnstile/cli" / f"{verb.replace('-', '_')}.py"
+
+
+def serve_flags() -> set[str]:
+    """Flags of ``turnstile serve``, each with and without its dashes in front."""
+    from dataclasses import fields
+
+    from turnstile.cli.settings import ALIASES
+    from turnstile.engine.config import EngineConfig
+    from turnstile.server.config import ServerConfig
+
+    names = [f.name.replace("_", "-") for c in (EngineConfig, ServerConfig) for f in fields(c)]
+    names += [*ALIASES, "config", "debug", "help"]
+    return {name for plain in names for name in (plain, f"--{plain}")}
+
+
 def problems() -> list[str]:
     """Everything that is wrong, as sentences."""
     found = []
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    flags = serve_flags()
     for path in tracked("*.md"):
         text = path.read_text()
-        name = path.relative_to(ROOT)
-        for link in LINK.findall(text):
-            local = "://" not in link and not link.startswith("mailto:")
-            if local and not (path.parent / link).exists():
-                found.append(f"{name}: the link to {link} leads nowhere")
-        found += [
-            f"{name}: there is no `make {target}`"
-            for target in TARGET.findall(text)
-            if target not in targets
-        ]
+        wrong = [*broken_links(path, text), *unknown_commands(text, targets, flags)]
+        found += [f"{path.relative_to(ROOT)}: {each}" for each in wrong]
     for path in tracked():
         try:
             text = path.read_text()
@@ -55,16 +128,30 @@ def problems() -> list[str]:
     return found
 
 
+def oversized() -> Iterator[str]:
+    """Files and functions over the gate."""
+    for path in tracked("src/*.py", "tests/*.py"):
+        name = path.relative_to(ROOT)
+        text = path.read_text()
+        lines = len(text.splitlines())
+        if lines > MAX_FILE:
+            yield f"{name} has {lines} lines"
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > MAX_FUNCTION:
+                    yield f"{name}:{node.lineno}: {node.name} has {length} lines"
+
+
 def main() -> int:
     """Print what is wrong; 1 if anything is."""
+    sys.path.insert(0, str(ROOT / "src"))
     found = problems()
     for line in found:
         print(line)
-    for path in tracked("src/*.py"):
-        lines = len(path.read_text().splitlines())
-        if lines > MAX_LINES:
-            print(f"note: {path.relative_to(ROOT)} has {lines} lines")
-    print("docs: " + (f"{len(found)} problems" if found else "ok"))
+    for line in oversized():
+        print(f"note: {line}")
+    print("documents: " + (f"{len(found)} problems" if found else "ok"))
     return 1 if found else 0
 
 
