@@ -1,6 +1,6 @@
 """Time whole steps of a model on the native backend, and take them apart.
 
-    PYTHONPATH=src python scripts/bench_kernels.py [--model PATH] [--format int8] [--kv int8]
+    PYTHONPATH=src python scripts/bench_kernels.py [--only "100 users"]
 
 For every shape of step: milliseconds, where they go, and the share of the machine's best that the
 products (operations a second) and the attention (bytes a second) reach. The best is measured in
@@ -20,6 +20,7 @@ from turnstile.kernels.base import FlatBatch
 from turnstile.kernels.native import NativeBackend
 from turnstile.models.config import ModelConfig
 from turnstile.models.decoder import Decoder
+from turnstile.models.default_model import NAME
 from turnstile.models.source import resolve
 
 PAGE = 16
@@ -137,7 +138,7 @@ def report(decoder: Decoder, shape: Shape, repeat: int, peak: float, bandwidth: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="default", help="path or name of a model")
+    parser.add_argument("--model", default=NAME, help="path or name of a model")
     parser.add_argument("--format", default="int8", help="float32, bfloat16 or int8")
     parser.add_argument("--kv", default=None, help="the same choices; default: the format")
     parser.add_argument("--threads", type=int, default=None)
