@@ -1,62 +1,45 @@
-"""Runs a scheduler without a model: a token is a hash of what came before it."""
+"""A model without weights: the token after a prefix is a hash of (seed, sample, prefix).
+
+:class:`FakeModel` also simulates the KV cache, page by page: what a chunk reads must be what its
+sequence wrote (or shared), so a page given to two writers, evicted too early or copied too late
+shows as a wrong read, not just as a wrong count.
+"""
 
 from __future__ import annotations
 
-import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from hashlib import blake2b
+from itertools import pairwise
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from turnstile.core.events import Admitted, AnyEvent, Finished, Forked, Preempted, Queued
 from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
-from turnstile.core.request import FinishReason, Request, Sequence
+from turnstile.core.request import FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 
 VOCABULARY = 50
-STOP = 7
 
 
-def token_after(tokens: tuple[int, ...], sample: int) -> int:
-    """What the fake model says after ``tokens``: it depends on all of them, and on the sample."""
-    digest = hashlib.blake2b(repr((tokens, sample)).encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") % VOCABULARY
+def next_token(sample: int, prefix: list[int]) -> int:
+    """The draw after ``prefix``: depends on nothing else."""
+    text = repr((sample, len(prefix), prefix)).encode()
+    return int.from_bytes(blake2b(text, digest_size=4).digest(), "little") % VOCABULARY
 
 
-def solo(request: Request, sample: int) -> list[int]:
-    """What an undisturbed run of one sample gives."""
+def solo(request: Request, sample: int = 0, max_model_len: int = 10**9) -> list[int]:
+    """What the request gets on a machine of its own."""
+    tokens = list(request.prompt)
     outputs: list[int] = []
-    while len(outputs) < request.max_tokens:
-        outputs.append(token_after((*request.prompt, *outputs), sample))
-        if outputs[-1] in request.stop_ids and len(outputs) > request.min_tokens:
+    while len(outputs) < request.max_tokens and len(tokens) < max_model_len:
+        token = next_token(sample, tokens)
+        tokens.append(token)
+        outputs.append(token)
+        if token in request.stop_ids and len(outputs) > request.min_tokens:
             break
     return outputs
-
-
-def make_scheduler(
-    *,
-    pages: int = 64,
-    page_size: int = 4,
-    slots: int = 8,
-    budget: int = 32,
-    admission: str = "expected",
-    queue: str = "fair",
-    prefix_caching: bool = True,
-    max_model_len: int = 4096,
-    **limits: object,
-) -> Scheduler:
-    config = SchedulerConfig(
-        max_num_seqs=slots,
-        max_num_batched_tokens=budget,
-        max_model_len=max_model_len,
-        min_chunk=4,
-        **limits,  # type: ignore[arg-type]
-    )
-    return Scheduler(
-        config,
-        PagePool(pages, page_size),
-        (ADMISSION_POLICIES | {"optimistic": OptimisticAdmission})[admission](),
-        QUEUE_POLICIES[queue](),
-        prefix_caching=prefix_caching,
-    )
 
 
 class OptimisticAdmission(AdmissionPolicy):
@@ -68,100 +51,199 @@ class OptimisticAdmission(AdmissionPolicy):
         return 1
 
 
-class Driver:
-    """Steps a scheduler, keeps what came out, and audits the pool at every turn.
+class FakeModel:
+    """Executes plans on a KV cache of plain token ids."""
 
-    It has a KV cache of its own, page by page, so that reading a page somebody else wrote to, or
-    one never written, is found out.
-    """
+    def __init__(self, page_size: int) -> None:
+        self.page_size = page_size
+        self.kv: dict[int, list[int | None]] = defaultdict(lambda: [None] * page_size)
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.now = 0.0
-        self.outputs: dict[tuple[str, int], list[int]] = {}
-        self.finished: dict[tuple[str, int], FinishReason] = {}
-        self.largest_batch = 0
-        self.hits = 0
-        self._kv: dict[tuple[int, int], tuple[int, int]] = {}
+    def run(self, plan: Plan) -> list[Outcome]:
+        for source, target in plan.copies:
+            self.kv[target] = list(self.kv[source])
+        outcomes = [self._chunk(chunk) for chunk in plan.chunks]
+        # A plan is a value: without its copies (made once) it can be computed again.
+        assert outcomes == [self._chunk(chunk) for chunk in plan.chunks]
+        return outcomes
 
-    def submit(self, request: Request, **resumed: object) -> None:
-        self.scheduler.submit(request, now=self.now, **resumed)  # type: ignore[arg-type]
-        for index in range(request.n):
-            self.outputs.setdefault((request.id, index), [])
-
-    def step(self) -> Plan:
-        scheduler = self.scheduler
-        self.now += 1.0
-        plan = scheduler.plan(self.now)
-        self._take(scheduler.take_ended())
-        scheduler.audit()
-        self._check(plan)
-        self._copy(plan)
-        outcomes = [self.outcome(chunk) for chunk in plan.chunks]
-        # A plan is a value: computing it again changes nothing.
-        assert outcomes == [self.outcome(chunk) for chunk in plan.chunks]
-        if plan:
-            self._take(scheduler.commit(plan, outcomes, self.now))
-        scheduler.audit()
-        return plan
-
-    def run(self, steps: int = 100_000) -> None:
-        for _ in range(steps):
-            if not self.scheduler.has_work:
-                return
-            self.step()
-        raise AssertionError(f"still at work: {self.scheduler.running}")
-
-    def outcome(self, chunk: Chunk) -> Outcome:
-        sequence, page_size = chunk.sequence, self.scheduler.pool.page_size
-        known = (*sequence.tokens, *chunk.drafts)
+    def _chunk(self, chunk: Chunk) -> Outcome:
+        sequence = chunk.sequence
+        known = [*sequence.tokens, *chunk.drafts]
+        assert chunk.count > 0
+        assert chunk.end <= len(known)
+        pages = sequence.table.pages
         for position in range(chunk.start, chunk.end):
-            page = sequence.table.pages[position // page_size]
-            self._kv[page, position % page_size] = (position, known[position])
+            page, offset = divmod(position, self.page_size)
+            self.kv[pages[page]][offset] = known[position]
+        read = [self.kv[pages[p // self.page_size]][p % self.page_size] for p in range(chunk.end)]
+        assert read == known[: chunk.end], f"{sequence} reads another's KV"
         if not chunk.samples:
             return Outcome()
-        for position in range(chunk.end):
-            page = sequence.table.pages[position // page_size]
-            assert self._kv[page, position % page_size] == (position, known[position])
+        assert chunk.end == len(known)
         if chunk.drafts:
-            return Outcome(self._accept(chunk, known))
+            return Outcome(self._accept(sequence, chunk.drafts))
         if chunk.samples > 1:
-            return Outcome(tuple(token_after(known, s) for s in range(chunk.samples)))
-        return Outcome((token_after(known, sequence.index),))
+            return Outcome(tuple(next_token(i, known) for i in range(chunk.samples)))
+        return Outcome((next_token(sequence.index, known),))
 
-    def _accept(self, chunk: Chunk, known: tuple[int, ...]) -> tuple[int, ...]:
+    def _accept(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        tokens = list(sequence.tokens)
         drawn: list[int] = []
-        total = chunk.sequence.total
-        for i in range(chunk.samples):
-            drawn.append(token_after(known[: total + i], chunk.sequence.index))
-            if i < len(chunk.drafts) and drawn[-1] != chunk.drafts[i]:
+        for draft in (*drafts, None):
+            token = next_token(sequence.index, tokens)
+            tokens.append(token)
+            drawn.append(token)
+            if token != draft:
                 break
         return tuple(drawn)
 
-    def _copy(self, plan: Plan) -> None:
-        page_size = self.scheduler.pool.page_size
-        for source, target in plan.copies:
-            for place in range(page_size):
-                if (source, place) in self._kv:
-                    self._kv[target, place] = self._kv[source, place]
 
-    def _check(self, plan: Plan) -> None:
-        config = self.scheduler.config
-        sequences = [chunk.sequence for chunk in plan.chunks]
-        assert len(set(sequences)) == len(sequences)
-        assert len(self.scheduler.running) <= config.max_num_seqs
+def make_scheduler(
+    *,
+    pages: int = 16,
+    page_size: int = 4,
+    admission: str | AdmissionPolicy = "expected",
+    queue: str = "fair",
+    prefix_caching: bool = True,
+    **config: object,
+) -> Scheduler:
+    """A small scheduler; ``config`` goes to :class:`SchedulerConfig`."""
+    settings: dict[str, object] = {
+        "max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 200, "min_chunk": 4,
+    }  # fmt: skip
+    settings.update(config)
+    policies = ADMISSION_POLICIES | {"optimistic": OptimisticAdmission}
+    policy = policies[admission]() if isinstance(admission, str) else admission
+    return Scheduler(
+        SchedulerConfig(**settings),  # type: ignore[arg-type]
+        PagePool(pages, page_size),
+        policy,
+        QUEUE_POLICIES[queue](),
+        prefix_caching=prefix_caching,
+    )
+
+
+class Driver:
+    """A scheduler and its model, with everything checked that can be checked at every step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.scheduler = scheduler
+        self.model = FakeModel(scheduler.pool.page_size)
+        self.now = 0.0
+        self.outputs: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.finished: dict[tuple[str, int], FinishReason] = {}
+        self.errors: dict[tuple[str, int], str | None] = {}
+        self.events: list[AnyEvent] = []
+        self.plans: list[Plan] = []
+        self.max_running = 0
+        self.before_plan: Callable[[Driver], None] | None = None
+        self.break_row: Callable[[Chunk], bool] = lambda chunk: False
+
+    def submit(self, request: Request, **settings: object) -> Sequence:
+        sequence = self.scheduler.submit(request, now=self.now, **settings)  # type: ignore[arg-type]
+        self.outputs[request.id, sequence.index] += sequence.outputs
+        return sequence
+
+    def cancel(self, request_id: str, sample: int | None = None) -> None:
+        self._take(self.scheduler.cancel(request_id, sample, now=self.now))
+        self.scheduler.audit()
+
+    def step(self, seconds: float = 1.0) -> Plan:
+        scheduler = self.scheduler
+        if self.before_plan is not None:
+            self.before_plan(self)
+        eldest = scheduler.running[0] if scheduler.running else None
+        plan = scheduler.plan(self.now)
+        self._take(scheduler.take_ended())
+        scheduler.audit()
+        self._check_plan(plan)
+        # Decode, or a chunk of the prompt: the one admitted first is in every step.
+        if eldest is not None and eldest.state is State.RUNNING:
+            assert any(chunk.sequence is eldest for chunk in plan.chunks), f"{eldest} stands still"
+        if scheduler.running or scheduler.num_waiting:
+            assert plan, "there is work and nobody runs"
+        outcomes = self.model.run(plan)
+        outcomes = [
+            Outcome(error="broken") if self.break_row(chunk) else outcome
+            for chunk, outcome in zip(plan.chunks, outcomes, strict=True)
+        ]
+        self.now += seconds
+        self._take(scheduler.commit(plan, outcomes, self.now, seconds))
+        scheduler.audit()
+        self.events += scheduler.take_events()
+        self.plans.append(plan)
+        return plan
+
+    def run(self, most_steps: int = 20_000) -> None:
+        """Step until nothing is left."""
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                self.check_idle()
+                return
+            self.step()
+        raise AssertionError("the work does not end")
+
+    def check_idle(self) -> None:
+        """Nothing leaks, and the books are at zero."""
+        scheduler = self.scheduler
+        self.events += scheduler.take_events()
+        assert scheduler.pool.num_held == 0
+        assert scheduler.pool.num_shared == 0
+        assert scheduler.num_waiting == 0
+        assert scheduler.waiting_tokens == 0
+        assert scheduler.waiting_by_reason == {}
+        assert scheduler._reserved_forks == 0
+        assert scheduler._free_slots == scheduler.config.max_num_seqs
+        assert not scheduler._alive
+        assert not scheduler.cache._writer_of
+        assert not scheduler.cache._writes
+        self.check_events()
+
+    def check_events(self) -> None:
+        """Each sample enters once and finishes once; the preempted are admitted again or end."""
+        kinds: dict[tuple[str, int], list[type]] = defaultdict(list)
+        for event in self.events:
+            if isinstance(event, Queued | Admitted | Forked | Preempted | Finished):
+                kinds[event.request_id, event.index].append(type(event))
+        for key, seen in kinds.items():
+            counts = Counter(seen)
+            assert counts[Queued] + counts[Forked] == 1, (key, seen)
+            assert seen[0] in (Queued, Forked), (key, seen)
+            assert counts[Finished] == 1, (key, seen)
+            assert seen[-1] is Finished, (key, seen)
+            for kind, after in pairwise(seen):
+                if kind is Preempted:
+                    assert after in (Admitted, Finished), (key, seen)
+                if kind is Admitted:
+                    assert after is not Admitted, (key, seen)
+        assert set(kinds) == set(self.finished)
+
+    def _check_plan(self, plan: Plan) -> None:
+        config, pool = self.scheduler.config, self.scheduler.pool
+        running = len(self.scheduler.running)
+        self.max_running = max(self.max_running, running)
+        assert running + self.scheduler._reserved_forks <= config.max_num_seqs
         if config.chunked_prefill:
             assert plan.num_tokens <= config.max_num_batched_tokens
-        if self.scheduler.running:
-            oldest = self.scheduler.running[0]
-            assert oldest in sequences, "the oldest always progresses"
-        self.largest_batch = max(self.largest_batch, len(sequences))
+        sequences = [chunk.sequence for chunk in plan.chunks]
+        assert len(set(map(id, sequences))) == len(sequences)
+        written: Counter[int] = Counter()
+        for chunk in plan.chunks:
+            assert chunk.start == chunk.sequence.computed
+            first, last = chunk.start // pool.page_size, (chunk.end - 1) // pool.page_size
+            pages = chunk.sequence.table.pages[first : last + 1]
+            written.update(pages)
+            for page in pages:
+                assert pool.refcount(page) == 1, "a shared page is written"
+                assert not pool.is_published(page), "a published page is written"
+        assert all(count == 1 for count in written.values())
 
     def _take(self, progress: list[Progress]) -> None:
         for step in progress:
             key = (step.sequence.request.id, step.sequence.index)
-            assert key not in self.finished, "nothing comes after the end"
-            assert step.first == len(self.outputs[key]), "in order, without gaps"
+            assert key not in self.finished, f"{key} goes on after its end"
+            assert step.first == len(self.outputs[key])
             self.outputs[key] += step.tokens
-            if step.finish:
+            if step.finish is not None:
                 self.finished[key] = step.finish
+                self.errors[key] = step.error

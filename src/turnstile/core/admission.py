@@ -148,7 +148,7 @@ class AdmissionPolicy(ABC):
         for sequence in running:
             private = sequence.table.private - given_up.get(id(sequence.table), 0)
             kept = len(sequence.table) - private
-            if self.lockstep and sequence.decoding and not sequence.drafts:
+            if self.lockstep and sequence.decoding:
                 held.append(sequence.total - kept * page_size)
                 coming.append(max(0, self.remaining(sequence) - 1))
             else:

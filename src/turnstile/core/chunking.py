@@ -24,7 +24,9 @@ def share_budget(
     Parameters
     ----------
     behind
-        In order of admission.
+        In order of admission, at least one.
+    budget
+        At least 1.
     whole
         Give a sequence all it needs or nothing (no chunking).
 
@@ -33,11 +35,16 @@ def share_budget(
     Sequences in order of admission, each with its tokens (at least 1, at most what it needs).
     """
     shares: dict[int, int] = {}
-    tenants: dict[str, list[Sequence]] = {}
-    for sequence in behind:
-        tenants.setdefault(sequence.request.tenant, []).append(sequence)
-    for group, tokens in _by_tenant(list(tenants.values()), budget):
-        _within_tenant(group, tokens, shares, whole=whole)
+    if whole:
+        _whole_prompts(behind, budget, shares)
+    else:
+        # Whoever was admitted first is in every step, however thin the shares.
+        shares[id(behind[0])] = 1
+        tenants: dict[str, list[Sequence]] = {}
+        for sequence in behind:
+            tenants.setdefault(sequence.request.tenant, []).append(sequence)
+        for group, tokens in _by_tenant(list(tenants.values()), budget - 1, shares):
+            _within_tenant(group, tokens, shares)
     for sequence in behind:
         tokens = shares.get(id(sequence), 0)
         if tokens:
@@ -49,12 +56,20 @@ def need(sequence: Sequence) -> int:
     return sequence.total - sequence.computed
 
 
-def _by_tenant(groups: list[list[Sequence]], budget: int) -> Iterator[tuple[list[Sequence], int]]:
+def _wanted(sequence: Sequence, shares: dict[int, int]) -> int:
+    return need(sequence) - shares.get(id(sequence), 0)
+
+
+def _by_tenant(
+    groups: list[list[Sequence]], budget: int, shares: dict[int, int]
+) -> Iterator[tuple[list[Sequence], int]]:
     """Water-filling: whoever needs least for its weight is satisfied first."""
     if len(groups) == 1:
         yield groups[0], budget
         return
-    needs = [(sum(need(s) for s in group), group[0].request.weight, group) for group in groups]
+    needs = [
+        (sum(_wanted(s, shares) for s in group), group[0].request.weight, group) for group in groups
+    ]
     needs.sort(key=lambda item: item[0] / item[1])
     weight_left = sum(weight for _, weight, _ in needs)
     for wanted, weight, group in needs:
@@ -67,20 +82,25 @@ def _by_tenant(groups: list[list[Sequence]], budget: int) -> Iterator[tuple[list
             yield group, tokens
 
 
-def _within_tenant(
-    group: list[Sequence], budget: int, shares: dict[int, int], *, whole: bool
-) -> None:
-    oldest = group[0]
-    if not whole and len(group) > 1:
-        first = min(need(oldest), max(1, budget // OLDEST_SHARE))
-        shares[id(oldest)] = first
-        budget -= first
+def _within_tenant(group: list[Sequence], budget: int, shares: dict[int, int]) -> None:
+    if len(group) > 1:
+        budget -= _give(group[0], min(budget, max(1, budget // OLDEST_SHARE)), shares)
     for sequence in sorted(group, key=need):
         if budget <= 0:
             break
-        wanted = need(sequence) - shares.get(id(sequence), 0)
-        tokens = min(wanted, budget)
-        if whole and tokens < wanted and shares:
-            continue
-        shares[id(sequence)] = shares.get(id(sequence), 0) + tokens
-        budget -= tokens
+        budget -= _give(sequence, budget, shares)
+
+
+def _give(sequence: Sequence, most: int, shares: dict[int, int]) -> int:
+    tokens = min(_wanted(sequence, shares), most)
+    shares[id(sequence)] = shares.get(id(sequence), 0) + tokens
+    return tokens
+
+
+def _whole_prompts(behind: Seq[Sequence], budget: int, shares: dict[int, int]) -> None:
+    """The first one always; then, shortest first, whoever still fits."""
+    for sequence in [behind[0], *sorted(behind[1:], key=need)]:
+        tokens = need(sequence)
+        if tokens <= budget or not shares:
+            shares[id(sequence)] = tokens
+            budget -= tokens

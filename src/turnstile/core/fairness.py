@@ -102,6 +102,12 @@ class QueuePolicy(ABC):
         self.remove(sequence)
         self._aside.append(sequence)
 
+    def set_tenant_aside(self, sequence: Sequence) -> None:
+        """The candidate's whole tenant cannot start now (only the candidate where tenants are not
+        told apart).
+        """
+        self.set_aside(sequence)
+
     def end_round(self) -> None:
         """Put back who was set aside."""
         for sequence in self._aside:
@@ -220,6 +226,7 @@ class FairQueue(QueuePolicy):
         self._active: list[tuple[float, str]] = []
         self._last_active = 0.0
         self._size = 0
+        self._tenants_aside: list[_Tenant] = []
 
     def push(self, sequence: Sequence) -> None:
         request = sequence.request
@@ -229,9 +236,7 @@ class FairQueue(QueuePolicy):
             sequence.arrival_order,
         )
         tenant = self._tenant(sequence)
-        if not tenant.in_served:
-            tenant.in_served = True
-            heapq.heappush(self._by_served, (tenant.served, tenant.name))
+        self._offer(tenant)
         tenant.lane.push(sequence)
         self._size += 1
 
@@ -249,6 +254,19 @@ class FairQueue(QueuePolicy):
             else:
                 return head
         return None
+
+    def set_tenant_aside(self, sequence: Sequence) -> None:
+        # The candidate's tenant is at the top of the heap: it was just offered from there.
+        tenant = self._tenant(sequence)
+        heapq.heappop(self._by_served)
+        tenant.in_served = False
+        self._tenants_aside.append(tenant)
+
+    def end_round(self) -> None:
+        super().end_round()
+        for tenant in self._tenants_aside:
+            self._offer(tenant)
+        self._tenants_aside.clear()
 
     def remove(self, sequence: Sequence) -> None:
         if self._tenant(sequence).lane.remove(sequence):
@@ -312,6 +330,11 @@ class FairQueue(QueuePolicy):
         if tenant is None:
             tenant = self._tenants[name] = _Tenant(name, sequence.request.weight)
         return tenant
+
+    def _offer(self, tenant: _Tenant) -> None:
+        if not tenant.in_served:
+            tenant.in_served = True
+            heapq.heappush(self._by_served, (tenant.served, tenant.name))
 
     def _least_active(self) -> float | None:
         heap = self._active

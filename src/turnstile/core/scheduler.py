@@ -21,7 +21,6 @@ import heapq
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 from turnstile.core import events
 from turnstile.core.admission import AdmissionPolicy, Candidate, NeverFitsError, check_fits
@@ -34,72 +33,11 @@ from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.preemption import choose_victim
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.request import FinishReason, Request, Sequence, State
+from turnstile.core.settings import SchedulerConfig as SchedulerConfig
+from turnstile.core.settings import Statistics as Statistics
 
 OUTPUT_CHARGE = 2.0
 """Service of an output token, in units of an uncached prompt token."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """The limits of a scheduler.
-
-    Attributes
-    ----------
-    max_num_seqs
-        Slots: most sequences in a step.
-    max_num_batched_tokens
-        The token budget of a step; at least ``max_num_seqs``, so that decode never stalls.
-    max_model_len
-        Most tokens of a sequence, prompt and outputs.
-    target_itl
-        Seconds a step should take while others stream: the budget for prompt chunks shrinks to
-        keep it, by the measured cost of steps. None: always the whole budget.
-    min_chunk
-        Prompt tokens a step computes whatever the target says, so that newcomers progress.
-    chunked_prefill
-        False: a prompt is computed in one step, however long (for the lab).
-    max_skips
-        How often others may overtake a sequence that does not fit yet.
-    reserved_slots
-        Slots (and pages for a typical request) kept for tenants that run nothing, once two
-        tenants are known; at most an eighth of the slots.
-    pin_after
-        Preemptions after which a sequence is spared while any other victim is left.
-    """
-
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 2048
-    max_model_len: int = 8192
-    target_itl: float | None = None
-    min_chunk: int = 64
-    chunked_prefill: bool = True
-    max_skips: int = 16
-    reserved_slots: int = 1
-    pin_after: int = 3
-
-    def __post_init__(self) -> None:
-        if self.max_num_seqs < 1:
-            raise ValueError(f"max_num_seqs must be at least 1, not {self.max_num_seqs}.")
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(
-                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least "
-                f"max_num_seqs ({self.max_num_seqs}): every running sequence gets one token a step."
-            )
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Counters since the start; they only grow. A request counts once whatever its ``n``."""
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    """Of admitted requests, cached ones included."""
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    preemptions: int = 0
-    failed_rows: int = 0
 
 
 class Scheduler:
@@ -121,6 +59,7 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.admission = admission
+        admission.lockstep = not config.speculation
         self.queue = queue
         self.cache = PrefixCache(pool, enabled=prefix_caching)
         self.cost = cost or CostModel()
@@ -138,6 +77,7 @@ class Scheduler:
         self._events: list[AnyEvent] = []
         self._wait_reasons: Counter[WaitReason] = Counter()
         self._arrivals = 0
+        self._num_alive = 0
         self._typical_pages = 0.0
 
     # -- queries ----------------------------------------------------------------------------------
@@ -200,7 +140,7 @@ class Scheduler:
                 "max_num_seqs",
             )
         sequence = self._new_sequence(request, sample_index, outputs, charged)
-        sequence.fork_width = 1 if outputs else request.n
+        sequence.fork_width = 1 if outputs or sample_index else request.n
         sequence.waiting_since = now
         self._watch_deadline(sequence)
         self.queue.arrive(sequence)
@@ -208,6 +148,9 @@ class Scheduler:
         self._events.append(
             events.Queued(now, request.id, sequence.index, request.tenant, sequence.total)
         )
+        if outputs and sequence.remaining <= 0:
+            self._finish(sequence, FinishReason.LENGTH, now)
+            self._ended.append(Progress(sequence, sequence.num_outputs, (), FinishReason.LENGTH))
         return sequence
 
     def cancel(
@@ -274,6 +217,10 @@ class Scheduler:
             if reason is None:
                 for other in aside:
                     other.skipped += 1
+            elif reason is WaitReason.TENANT_TURN:
+                # What is kept free is for other tenants: who takes it overtakes nobody here.
+                self._set_reason(sequence, reason, now)
+                self.queue.set_tenant_aside(sequence)
             elif reason is not WaitReason.PREFIX:
                 self._set_reason(sequence, reason, now)
                 self.queue.set_aside(sequence)
@@ -356,6 +303,8 @@ class Scheduler:
         for sequence in list(self.running):
             if sequence.state is not State.RUNNING or not sequence.decoding:
                 continue
+            if sequence.drafts and not self.config.speculation:
+                raise ValueError("Drafts need a scheduler with speculation=True.")
             drafts = sequence.drafts[: max(0, min(spare, sequence.remaining - 1))]
             spare -= len(drafts)
             count = 1 + len(drafts)
@@ -447,9 +396,13 @@ class Scheduler:
         ----------
         seconds
             How long the step took, for the cost model; 0 teaches it nothing.
+
+        Raises
+        ------
+        ValueError
+            An outcome does not answer its chunk. Nothing has changed then.
         """
-        if len(outcomes) != len(plan.chunks):
-            raise ValueError(f"{len(plan.chunks)} chunks but {len(outcomes)} outcomes.")
+        _check_outcomes(plan, outcomes)
         progress: list[Progress] = []
         draws = prefill = 0
         for i, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
@@ -487,8 +440,6 @@ class Scheduler:
             return [Progress(sequence, 0, (), FinishReason.LENGTH)]
         if not chunk.samples:
             return [Progress(sequence, sequence.num_outputs, ())] if chunk.score else []
-        if len(outcome.tokens) != chunk.samples:
-            raise ValueError(f"{chunk.samples} draws were asked for, not {len(outcome.tokens)}.")
         siblings = self._fork(sequence, now) if sequence.fork_width > 1 else []
         progress = []
         for sample, (member, token) in enumerate(
@@ -542,6 +493,7 @@ class Scheduler:
             sibling = self._new_sequence(request, index, (), 0.0)
             sibling.num_cached = leader.num_cached
             sibling.started = leader.started
+            sibling.keys = leader.keys[:full]
             self.queue.arrive(sibling)
             self._watch_deadline(sibling)
             if partial and not self.pool.num_available:
@@ -568,6 +520,7 @@ class Scheduler:
         self, request: Request, index: int, outputs: Seq[int], charged: float
     ) -> Sequence:
         self._arrivals += 1
+        self._num_alive += 1
         sequence = Sequence(request, index, outputs, charged=charged, arrival_order=self._arrivals)
         self._alive.setdefault(request.id, []).append(sequence)
         return sequence
@@ -577,7 +530,7 @@ class Scheduler:
         if deadline is None:
             return
         heapq.heappush(self._deadlines, (deadline, sequence.arrival_order, sequence))
-        if len(self._deadlines) > 2 * len(self._alive) + 256:
+        if len(self._deadlines) > 2 * self._num_alive + 256:
             # Most of them have ended long before their time: let go of them.
             self._deadlines = [d for d in self._deadlines if d[2].state is not State.FINISHED]
             heapq.heapify(self._deadlines)
@@ -630,6 +583,7 @@ class Scheduler:
         self.queue.leave(sequence)
         group = self._alive[request.id]
         group.remove(sequence)
+        self._num_alive -= 1
         if not group:
             del self._alive[request.id]
         self._events.append(
@@ -639,3 +593,16 @@ class Scheduler:
                 sequence.preemptions,
             )
         )  # fmt: skip
+
+
+def _check_outcomes(plan: Plan, outcomes: Seq[Outcome]) -> None:
+    if len(outcomes) != len(plan.chunks):
+        raise ValueError(f"{len(plan.chunks)} chunks but {len(outcomes)} outcomes.")
+    for chunk, outcome in zip(plan.chunks, outcomes, strict=True):
+        if outcome.error is not None:
+            continue
+        draws = len(outcome.tokens)
+        if not (1 <= draws <= chunk.samples if chunk.drafts else draws == chunk.samples):
+            raise ValueError(
+                f"{chunk.samples} draws were asked for, not {draws}, of {chunk.sequence}."
+            )
