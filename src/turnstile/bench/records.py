@@ -1,0 +1,189 @@
+"""What became of one request, read from the bytes it brought once the run is over."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+Outcome = Literal["completed", "failed", "incomplete"]
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One request as the generator saw it, all times on ``time.perf_counter``'s clock.
+
+    Parameters
+    ----------
+    scheduled, sent, ended
+        When it was due, when it was written, and when its answer was over.
+    status, pieces
+        HTTP status (0 for none) and the timed body bytes.
+    error
+        Why there was no whole answer; None if there was one.
+    cut
+        The generator ended the request itself, at its time limit.
+    """
+
+    scheduled: float
+    sent: float
+    wanted: int
+    ended: float = 0.0
+    status: int = 0
+    pieces: list[tuple[float, bytes]] = field(default_factory=list)
+    error: str | None = None
+    cut: bool = False
+
+
+@dataclass(slots=True)
+class Record:
+    """One request, measured.
+
+    Parameters
+    ----------
+    due, sent, ended
+        Seconds since the start of the run.
+    times
+        When each event with text came, in seconds since the start of the run.
+    prompt_tokens, output_tokens
+        What the server's usage says. Without usage, `output_tokens` is the number of events with
+        text, and `counted` says so.
+    reason
+        Why the request counts as failed or incomplete.
+    """
+
+    outcome: Outcome
+    due: float
+    sent: float
+    ended: float
+    times: list[float]
+    prompt_tokens: int
+    output_tokens: int
+    wanted: int
+    counted: Literal["usage", "events"]
+    reason: str | None = None
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from the moment the request was due to its first text."""
+        return self.times[0] - self.due if self.times else None
+
+    @property
+    def tpot(self) -> float | None:
+        """Seconds a token after the first: over tokens, not events; None below two tokens."""
+        if self.output_tokens < 2 or not self.times:
+            return None
+        return (self.times[-1] - self.times[0]) / (self.output_tokens - 1)
+
+    @property
+    def gaps(self) -> list[float]:
+        """Seconds between one event with text and the next: one less than there are events."""
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+    @property
+    def e2e(self) -> float:
+        """Seconds from the moment the request was due to the end of its answer."""
+        return self.ended - self.due
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int | None = None
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: msgspec.Raw | None = None
+
+
+_EVENT = msgspec.json.Decoder(_Event)
+
+
+@dataclass(slots=True)
+class _Stream:
+    times: list[float] = field(default_factory=list)
+    usage: _Usage | None = None
+    finished: bool = False
+    error: str | None = None
+
+
+def read(attempt: Attempt, start: float) -> Record:
+    """Measure a request; `start` is the beginning of the run on the attempt's clock."""
+    stream = _read_stream(attempt.pieces) if attempt.status == 200 else _Stream()
+    tokens, counted = len(stream.times), "events"
+    usage = stream.usage
+    if usage is not None and usage.completion_tokens is not None:
+        tokens, counted = usage.completion_tokens, "usage"
+    reason = _reason(attempt, stream, tokens)
+    outcome: Outcome = "completed" if reason is None else "failed"
+    if attempt.cut:
+        outcome, reason = "incomplete", "time limit"
+    return Record(
+        outcome=outcome,
+        due=attempt.scheduled - start,
+        sent=attempt.sent - start,
+        ended=attempt.ended - start,
+        times=[t - start for t in stream.times],
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        output_tokens=tokens,
+        wanted=attempt.wanted,
+        counted="usage" if counted == "usage" else "events",
+        reason=reason,
+    )
+
+
+def _reason(attempt: Attempt, stream: _Stream, tokens: int) -> str | None:
+    if attempt.error is not None:
+        return attempt.error
+    if attempt.status != 200:
+        return f"HTTP {attempt.status}: {_brief(b''.join(p for _, p in attempt.pieces))}"
+    if stream.error is not None:
+        return f"error in the stream: {stream.error}"
+    if not stream.finished:
+        return "the stream ended without [DONE]"
+    if not stream.times:
+        return "empty answer"
+    if tokens != attempt.wanted:
+        # Another amount of work cannot be compared, so it does not count as done.
+        return "another number of tokens than asked for"
+    return None
+
+
+def _read_stream(pieces: list[tuple[float, bytes]]) -> _Stream:
+    """Read server-sent events; one that came in several reads has the time of the last."""
+    stream = _Stream()
+    buffer = b""
+    for now, data in pieces:
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and stream.error is None:
+                _read_event(line[5:].strip(), now, stream)
+    return stream
+
+
+def _read_event(payload: bytes, now: float, stream: _Stream) -> None:
+    if payload == b"[DONE]":
+        stream.finished = True
+        return
+    try:
+        event = _EVENT.decode(payload)
+    except msgspec.MsgspecError:
+        stream.error = f"not an event: {_brief(payload)}"
+        return
+    if event.error is not None and bytes(event.error) != b"null":
+        stream.error = _brief(bytes(event.error))
+    if event.usage is not None:
+        stream.usage = event.usage
+    if any(choice.text for choice in event.choices):
+        stream.times.append(now)
+
+
+def _brief(data: bytes) -> str:
+    text = " ".join(data.decode("utf-8", "replace").split())
+    return text if len(text) <= 160 else text[:159] + "…"
