@@ -76,26 +76,44 @@ def prefill_pages(sequence: Sequence, remaining: int, kept: int, page_size: int)
     return full - kept + width * -(-(partial + tail) // page_size)
 
 
-def request_pages(request: Request, page_size: int) -> int:
-    """Pages the whole request takes on an empty machine at worst."""
-    return prefill_pages(_fresh(request), request.max_tokens, 0, page_size)
+def request_pages(prompt_tokens: int, max_tokens: int, n: int, page_size: int) -> int:
+    """Pages a request takes on an empty machine at worst: :func:`prefill_pages` by lengths."""
+    tail = max(0, max_tokens - 1)
+    if n == 1:
+        return -(-(prompt_tokens + tail) // page_size)
+    full, partial = divmod(prompt_tokens, page_size)
+    return full + n * -(-(partial + tail) // page_size)
 
 
 def check_fits(request: Request, max_model_len: int, num_pages: int, page_size: int) -> None:
     """Raise :class:`NeverFitsError` for what can never run, naming the limit and both numbers."""
-    tokens = len(request.prompt) + request.max_tokens
+    check_lengths(
+        len(request.prompt), request.max_tokens, request.n, max_model_len, num_pages, page_size
+    )
+
+
+def check_lengths(
+    prompt_tokens: int,
+    max_tokens: int,
+    n: int,
+    max_model_len: int,
+    num_pages: int,
+    page_size: int,
+) -> None:
+    """:func:`check_fits` before there is a request: nothing but its lengths matters."""
+    tokens = prompt_tokens + max_tokens
     if tokens > max_model_len:
         raise NeverFitsError(
             f"This model's maximum context length is {max_model_len} tokens; the request asks for "
-            f"{tokens} ({len(request.prompt)} in the prompt, {request.max_tokens} to generate).",
+            f"{tokens} ({prompt_tokens} in the prompt, {max_tokens} to generate).",
             "max_model_len",
         )
-    pages = request_pages(request, page_size)
+    pages = request_pages(prompt_tokens, max_tokens, n, page_size)
     if pages > num_pages:
         raise NeverFitsError(
             f"The KV cache holds {num_pages * page_size} tokens ({num_pages} pages of {page_size}) "
-            f"and the request can need {pages} pages ({len(request.prompt)} prompt tokens, "
-            f"{request.max_tokens} to generate, n={request.n}).",
+            f"and the request can need {pages} pages ({prompt_tokens} prompt tokens, "
+            f"{max_tokens} to generate, n={n}).",
             "num_pages",
         )
 
@@ -276,12 +294,6 @@ def _taken_from_owners(candidate: Candidate | None, pool: PagePool) -> tuple[dic
     return given_up, sum(given_up.values())
 
 
-def _fresh(request: Request) -> Sequence:
-    sequence = Sequence(request)
-    sequence.fork_width = request.n
-    return sequence
-
-
 __all__ = [
     "ADMISSION_POLICIES",
     "AdmissionPolicy",
@@ -292,6 +304,7 @@ __all__ = [
     "OutputLengths",
     "UncheckedAdmission",
     "check_fits",
+    "check_lengths",
     "decode_peak",
     "prefill_pages",
     "request_pages",

@@ -137,3 +137,9 @@ def _fault(chunk: Chunk) -> Fault | None:
     if chunk.samples and sequence.num_outputs == at and kind in list(Fault):
         return Fault(kind)
     return None
+
+
+def make_fake(model: str) -> FakeExecutor:
+    """The executor of a model named ``fake:SECONDS_PER_STEP`` (``fake:`` takes no time)."""
+    seconds = model.partition(":")[2]
+    return FakeExecutor(vocab_size=1000, seconds_per_step=float(seconds or 0))

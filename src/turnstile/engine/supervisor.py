@@ -1,0 +1,272 @@
+"""The engine as a process that may die: :class:`ProcessEngine`.
+
+It keeps the journal, restarts what died or hangs, and submits the journal to the new engine, so
+that streams go on where they were. Who is submitted at once and who must wait after repeated
+deaths is decided in :mod:`turnstile.engine.quarantine`. Torch-free.
+
+A restart counts against ``max_restarts`` unless the death narrowed the circle of suspects; the
+count begins anew when a request is served or a suspect cleared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from turnstile.engine.client import EngineState, EngineUnavailableError
+from turnstile.engine.config import EngineConfig
+from turnstile.engine.journal import Entry, JournalError
+from turnstile.engine.journaled import JournaledClient
+from turnstile.engine.process import EngineProcess
+from turnstile.engine.protocol import (
+    Command,
+    EngineInfo,
+    Failed,
+    Loading,
+    StepResult,
+    decode_message,
+)
+from turnstile.engine.quarantine import Member, Quarantine
+
+logger = logging.getLogger(__name__)
+
+LOADING_TIMEOUT = 600.0
+"""Seconds without a word after which an engine that loads counts as hung."""
+
+_WATCH = 1.0
+_STOPPING = 2.0
+_LONGEST_PAUSE = 5.0
+_SERVED = ("stop", "length", "timeout")
+
+
+class ProcessEngine(JournaledClient):
+    """The supervised engine process of a configuration, not yet started."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.epoch = 0
+        """Engine processes started so far."""
+        self._engine: EngineProcess | None = None
+        self._inside: dict[str, None] = {}
+        """Requests the engine that runs now knows of."""
+        self._members: list[str] = []
+        """Requests in the step that runs now."""
+        self._quarantine = Quarantine()
+        self._restarts = 0
+        self._heard = 0.0
+        self._ready = False
+        self._stopping = False
+        self._why = ""
+        self._started: asyncio.Future[EngineInfo] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+
+    # -- EngineClient -----------------------------------------------------------------------------
+
+    async def start(self) -> EngineInfo:
+        self._started = asyncio.get_running_loop().create_future()
+        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks.append(asyncio.create_task(self._launch(0.0)))
+        return await self._started
+
+    async def stop(self, grace: float) -> None:
+        if self.state is not EngineState.DEAD:
+            self.state = EngineState.DRAINING
+            await self._wait_until_empty(grace)
+        self._stopping = True
+        self._end_all("abort")
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._engine is not None:
+            await self._engine.stop(_STOPPING if self._ready else 0.0)
+        self.state = EngineState.DEAD
+
+    @property
+    def healthy(self) -> bool:
+        if self._engine is None or not self._ready:
+            return False
+        return not self._inside or time.monotonic() - self._heard < self.config.step_timeout
+
+    # -- requests ---------------------------------------------------------------------------------
+
+    def _enter(self, entry: Entry) -> None:
+        if self._ready and self._quarantine.admits(entry.generation.request_id, entry.proven):
+            self._submit(entry)
+
+    def _submit(self, entry: Entry) -> None:
+        request_id = entry.generation.request_id
+        if not self._inside:
+            self._heard = time.monotonic()  # an idle engine owes us nothing: the clock starts now
+        self._inside[request_id] = None
+        for command in entry.submits(self._quarantine.is_suspect(request_id)):
+            self._send(command)
+
+    def _submit_admitted(self) -> None:
+        """Submit everybody who may be in the engine and is not, in the order they came."""
+        for request_id, entry in self._journal.entries.items():
+            if request_id not in self._inside and self._quarantine.admits(request_id, entry.proven):
+                self._submit(entry)
+
+    def _send(self, command: Command) -> None:
+        if self._ready and self._engine is not None:
+            self._engine.send(command)
+
+    def _left(self, request_id: str) -> None:
+        self._inside.pop(request_id, None)
+        if self._quarantine.is_suspect(request_id):
+            self._quarantine.left(request_id)
+            self._call_submit_admitted()
+
+    def _call_submit_admitted(self) -> None:
+        """Soon, because this may be the middle of taking a step."""
+        if self._ready:
+            asyncio.get_running_loop().call_soon(self._submit_if_ready)
+
+    def _submit_if_ready(self) -> None:
+        if self._ready and not self._stopping:
+            self._submit_admitted()
+
+    # -- the engine's messages --------------------------------------------------------------------
+
+    def _on_message(self, engine: EngineProcess, payload: bytes) -> None:
+        if engine is not self._engine or self._stopping:
+            return
+        message = decode_message(payload)
+        self._heard = time.monotonic()
+        if message.epoch != engine.epoch:
+            return
+        match message:
+            case StepResult() if self._ready:
+                self._on_step(message)
+            case Loading():
+                self.loading = message
+            case Failed():
+                self._why = message.message
+            case EngineInfo():
+                self._on_ready(message)
+
+    def _on_step(self, result: StepResult) -> None:
+        self._members = list(dict.fromkeys(request_id for request_id, _ in result.members))
+        try:
+            self._take(result)
+        except JournalError as error:
+            self._distrust(str(error))
+            return
+        if self._restarts and any(row.finish in _SERVED for row in result.rows):
+            self._restarts = 0
+        if self._quarantine.active:
+            self._clear_suspects(result)
+
+    def _clear_suspects(self, result: StepResult) -> None:
+        cleared = False
+        for row in result.rows:
+            entry = self._journal.entries.get(row.request_id)
+            if entry is not None and self._quarantine.came_through(row.request_id, entry.steps):
+                cleared = True
+        if cleared:
+            self._restarts = 0
+            self._submit_admitted()
+
+    def _on_ready(self, info: EngineInfo) -> None:
+        self.info, self.loading = info, None
+        self._ready = True
+        self._why = ""
+        if self.state is not EngineState.DRAINING:
+            self.state = EngineState.READY
+        if self._started is not None and not self._started.done():
+            self._started.set_result(info)
+        else:
+            count = len(self._journal.entries)
+            logger.info("Engine %d is ready; %d requests go on", info.epoch, count)
+        self._submit_admitted()
+
+    # -- death and recovery -----------------------------------------------------------------------
+
+    async def _launch(self, pause: float) -> None:
+        await asyncio.sleep(pause)
+        self.epoch += 1
+        self._heard = time.monotonic()
+        self._engine = engine = EngineProcess(self.epoch, self._on_message, self._on_lost)
+        try:
+            await engine.launch(self.config)
+        except OSError as error:
+            self._why = f"The engine process cannot be started: {error}."
+            self._on_lost(engine)
+
+    def _distrust(self, why: str) -> None:
+        """Kill an engine that hangs or talks nonsense; what follows is as if it had died."""
+        logger.error("%s The engine is killed and restarted.", why)
+        if self._engine is not None:
+            self._ready = False
+            self._engine.kill()
+
+    def _on_lost(self, engine: EngineProcess) -> None:
+        if engine is not self._engine or self._stopping:
+            return
+        self._engine, self._ready = None, False
+        why = self._why or f"The engine process {engine.end}."
+        if self._started is not None and not self._started.done():
+            self._die(why)
+            self._started.set_exception(EngineUnavailableError(why, EngineState.DEAD))
+            return
+        narrowed = self._judge()
+        self._journal.restart()
+        self._inside.clear()
+        self._members = []
+        self._restarts += not narrowed
+        if self._restarts > self.config.max_restarts:
+            self._die(f"{why} It was restarted {self.config.max_restarts} times in vain.")
+            return
+        if self.state is not EngineState.DRAINING:
+            self.state = EngineState.RECOVERING
+        logger.warning("%s Restarting it; %d requests wait.", why, len(self._journal.entries))
+        pause = min(_LONGEST_PAUSE, 0.1 * 2 ** (self._restarts - 2)) if self._restarts > 1 else 0.0
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._tasks.append(asyncio.create_task(self._launch(pause)))
+
+    def _judge(self) -> bool:
+        """Find out what the death tells about those in its step; end the guilty one, if known."""
+        entries = self._journal.entries
+        members = [
+            Member(request_id, entries[request_id].steps, entries[request_id].proven)
+            for request_id in self._members
+            if request_id in entries
+        ]
+        verdict = self._quarantine.died(members)
+        if verdict.guilty is not None:
+            logger.error("Request %s kills the engine each time: it is given up", verdict.guilty)
+            message = "This request ended the engine each time it was computed, so it is given up."
+            self._end(entries[verdict.guilty], "error", message)
+        return verdict.narrowed
+
+    def _die(self, why: str) -> None:
+        logger.error("The engine is given up. %s", why)
+        self.state = EngineState.DEAD
+        self._end_all("error", f"The engine has died and cannot be restarted. {why}")
+
+    # -- the watchdog -----------------------------------------------------------------------------
+
+    async def _watch(self) -> None:
+        """Look every second (oftener for short timeouts) whether the engine is stuck."""
+        interval = min(_WATCH, self.config.step_timeout / 4)
+        while True:
+            await asyncio.sleep(interval)
+            now = time.monotonic()
+            silence = now - self._heard
+            if self._ready and self._inside and silence > self.config.step_timeout:
+                self._distrust(f"No step has ended for {silence:.1f} s while work waits.")
+            elif self._engine is not None and not self._ready and silence > LOADING_TIMEOUT:
+                self._distrust(f"Loading has not moved for {silence:.0f} s.")
+            self._expire(now)
+
+    def _expire(self, now: float) -> None:
+        """Deadlines of those whom no engine looks after: held back, or between two engines."""
+        for request_id, entry in list(self._journal.entries.items()):
+            deadline = entry.generation.deadline
+            if request_id not in self._inside and deadline is not None and deadline <= now:
+                self._end(entry, "timeout")
+
+
+__all__ = ["ProcessEngine"]

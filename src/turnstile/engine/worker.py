@@ -1,0 +1,161 @@
+"""The engine process: ``python -m turnstile.engine.worker``, started by the supervisor.
+
+Its setup comes on standard input, its commands and its answers go over an inherited socket. It
+ends when told, when the socket's other end is gone, and with its parent, whatever kills that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from turnstile.engine.build import build_engine
+from turnstile.engine.config import EngineConfig
+from turnstile.engine.loop import StepLoop
+from turnstile.engine.protocol import (
+    Control,
+    EngineMessage,
+    Failed,
+    Loading,
+    decode_commands,
+    encode_message,
+)
+from turnstile.engine.wire import Channel
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1
+_OOM_SCORE = "500"
+_LOOK_AGAIN = 0.01
+"""Seconds to wait for commands after a step in which nothing could run."""
+
+
+class Setup(msgspec.Struct, kw_only=True):
+    """What the supervisor tells a new engine on its standard input (JSON)."""
+
+    config: dict[str, Any]
+    epoch: int
+    parent: int
+    """The supervisor's process id."""
+    socket: int
+    """The inherited end of the socket pair, as a file descriptor."""
+    log_level: int = logging.INFO
+
+
+def main() -> int:
+    """Load the model, then step until told to stop; returns the exit code."""
+    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
+    _tie_to(setup.parent)
+    _offer_to_oom_killer()
+    # Stopping is the supervisor's to decide: a Ctrl-C in the terminal, or a SIGTERM to the whole
+    # group, reaches this process too, and streams must be able to drain.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    logging.basicConfig(
+        level=setup.log_level, format="%(asctime)s %(levelname)s engine: %(message)s"
+    )
+    end = socket.socket(fileno=setup.socket)
+    end.set_inheritable(False)
+    channel = Channel(end)
+
+    def tell(message: EngineMessage) -> None:
+        channel.send(encode_message(message))
+
+    try:
+        config = msgspec.convert(setup.config, EngineConfig)
+        make_loop, info = build_engine(
+            config,
+            setup.epoch,
+            lambda stage, fraction: tell(Loading(setup.epoch, stage, fraction)),
+        )
+    except Exception as error:
+        tell(Failed(setup.epoch, _explain(error)))
+        return 1
+    loop = make_loop(tell)
+    # What lives now lives until the end: spare the collector from looking at it at every turn.
+    gc.collect()
+    gc.freeze()
+    tell(info)
+    run(channel, loop)
+    return 0
+
+
+def run(channel: Channel, loop: StepLoop) -> None:
+    """Apply what has come, step, and again; sleep while there is nothing to do. Returns when told
+    to stop.
+    """
+    timeout: float | None = None
+    while True:
+        for payload in channel.receive(timeout):
+            for command in decode_commands(payload).commands:
+                if isinstance(command, Control) and _obey(command.action):
+                    return
+                loop.apply(command)
+        timeout = 0 if loop.has_work else None
+        if loop.has_work:
+            before = channel.num_sent
+            loop.step()
+            if channel.num_sent == before:
+                timeout = _LOOK_AGAIN
+
+
+def _obey(action: str) -> bool:
+    """True for ``stop``. Where fault injection is enabled, suffer the fault."""
+    if action.startswith("fault:") and os.environ.get("TURNSTILE_FAULTS") == "1":
+        if action == "fault:exit":
+            os._exit(17)
+        if action == "fault:hang":
+            time.sleep(3600)
+    return action == "stop"
+
+
+def _explain(error: Exception) -> str:
+    """The error as a sentence for people; what nobody foresaw is logged with its traceback."""
+    foreseen = isinstance(error, ValueError | OSError | MemoryError)
+    if foreseen or type(error).__module__.startswith("turnstile."):
+        return str(error) or f"The engine could not start ({type(error).__name__})."
+    logger.exception("The engine could not start")
+    return f"The engine could not start ({type(error).__name__}: {error})."
+
+
+def _tie_to(parent: int) -> None:
+    """Die when the parent dies. Linux only; elsewhere the end of the socket tells, a step later."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it died before we could say so
+        os._exit(1)
+
+
+def _offer_to_oom_killer() -> None:
+    """When memory runs out this process goes first: it can be replaced, the connections cannot."""
+    try:
+        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+    except OSError as error:
+        logger.debug("Cannot raise the OOM score: %s", error)
+
+
+def _exit(code: int) -> None:
+    # Not sys.exit: the teardown of compute libraries takes a while and has nothing to save.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    try:
+        _exit(main())
+    except EOFError:
+        _exit(0)
+    except BaseException:
+        logging.getLogger(__name__).exception("The engine has failed")
+        _exit(1)

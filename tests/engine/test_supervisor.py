@@ -1,0 +1,247 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+import turnstile
+from engine.answers import Answer, ask, collect, config, expected, generation
+from turnstile.core.admission import NeverFitsError
+from turnstile.engine.client import EngineState, EngineUnavailableError, Generation
+from turnstile.engine.config import EngineConfig
+from turnstile.engine.fake import Fault, fault_prompt
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.supervisor import ProcessEngine
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def _faults(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TURNSTILE_FAULTS", "1")
+
+
+@asynccontextmanager
+async def running(settings: EngineConfig) -> AsyncIterator[ProcessEngine]:
+    engine = ProcessEngine(settings)
+    try:
+        await engine.start()
+        yield engine
+    finally:
+        await engine.stop(0)
+
+
+async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come to pass"
+        await asyncio.sleep(0.005)
+
+
+def pid(engine: ProcessEngine) -> int:
+    assert engine.info is not None
+    return engine.info.pid
+
+
+def crowd(count: int, max_tokens: int = 40) -> list[Generation]:
+    """Greedy and seeded, one and two samples, prompts shorter and longer than a page."""
+    return [
+        generation(
+            f"r{k}", [k + 1] * (3 + k), max_tokens, n=1 + k % 2,
+            params=SamplingParams(temperature=0.0 if k % 3 == 0 else 1.0),
+        )
+        for k in range(count)
+    ]  # fmt: skip
+
+
+async def test_streams_go_on_with_the_same_tokens_after_two_kills() -> None:
+    requests = crowd(30)
+    async with running(config(0.01)) as engine:
+        answers = [Answer(request.n) for request in requests]
+        tasks = [
+            asyncio.create_task(collect(engine.submit(request), into=answer))
+            for request, answer in zip(requests, answers, strict=True)
+        ]
+        for kill, least in enumerate((5, 20), start=1):
+            await until(lambda least=least: min(len(a.tokens[0]) for a in answers) >= least)  # type: ignore[misc]
+            os.kill(pid(engine), signal.SIGKILL)
+            await until(lambda: engine.state is EngineState.RECOVERING)
+            late = generation(f"late{kill}", [kill], 5)
+            requests.append(late)
+            answers.append(Answer(1))
+            tasks.append(asyncio.create_task(collect(engine.submit(late), into=answers[-1])))
+            await until(lambda: engine.state is EngineState.READY)
+        await asyncio.gather(*tasks)
+        assert engine.epoch == 3
+    for request, answer in zip(requests, answers, strict=True):
+        assert answer.tokens == expected(request)
+        assert answer.finish == ["length"] * request.n
+        # An output costs two; the prompt is paid once, by the first sample.
+        assert answer.charged[0] >= 2 * request.max_tokens
+
+
+async def test_a_request_that_kills_the_engine_each_time_fails_alone() -> None:
+    requests = crowd(9)
+    async with running(config(0.005)) as engine:
+        others = [asyncio.create_task(ask(engine, request)) for request in requests]
+        poison = generation("poison", fault_prompt(Fault.EXIT, 3), 40)
+        answer = await ask(engine, poison)
+        assert answer.finish == ["error"]
+        assert len(answer.tokens[0]) == 3
+        assert "ended the engine" in answer.errors[0]
+        for request, other in zip(requests, await asyncio.gather(*others), strict=True):
+            assert other.tokens == expected(request)
+        assert (await ask(engine, generation("after", [5]))).finish == ["length"]
+
+
+async def test_a_step_that_hangs_is_found_and_its_request_given_up() -> None:
+    async with running(config(step_timeout=0.4)) as engine:
+        other = generation("other", [9, 9], 200)
+        task = asyncio.create_task(ask(engine, other))
+        answer = await ask(engine, generation("hangs", fault_prompt(Fault.HANG), 5))
+        assert answer.finish == ["error"]
+        assert (await task).tokens == expected(other)
+
+
+async def test_a_failing_row_and_a_raising_step_end_nobody_else() -> None:
+    requests = crowd(6)
+    async with running(config(0.002)) as engine:
+        others = [asyncio.create_task(ask(engine, request)) for request in requests]
+        for fault in (Fault.ERROR, Fault.RAISE):
+            answer = await ask(engine, generation(fault.name, fault_prompt(fault), 5))
+            assert answer.finish == ["error"]
+        for request, other in zip(requests, await asyncio.gather(*others), strict=True):
+            assert other.tokens == expected(request)
+        assert engine.epoch == 1
+
+
+async def test_an_engine_that_cannot_start_says_why() -> None:
+    engine = ProcessEngine(config(num_pages=4, max_model_len=100_000))
+    with pytest.raises(EngineUnavailableError, match="max-model-len"):
+        await engine.start()
+    assert engine.state is EngineState.DEAD
+    with pytest.raises(EngineUnavailableError):
+        engine.submit(generation("late", [1]))
+    await engine.stop(0)
+
+
+async def test_an_engine_that_dies_each_time_is_given_up_with_an_error_to_everybody() -> None:
+    async with running(config(0.01, max_restarts=1)) as engine:
+        task = asyncio.create_task(ask(engine, generation("a", [1], 3000)))
+        for epoch in (1, 2):
+            await until(lambda epoch=epoch: engine.epoch == epoch and engine._ready)  # type: ignore[misc]
+            os.kill(pid(engine), signal.SIGKILL)
+            await until(lambda: not engine._ready)
+        answer = await task
+        assert answer.finish == ["error"]
+        assert "cannot be restarted" in answer.errors[0]
+        assert engine.state is EngineState.DEAD
+        assert not engine.healthy
+
+
+async def test_cancelling_works_in_every_state() -> None:
+    async with running(config(0.01, max_num_seqs=2)) as engine:
+        runs = engine.submit(generation("runs", [1], 3000))
+        pair = engine.submit(generation("pair", [2], 30, n=2))
+        await anext(aiter(runs))
+        queued = engine.submit(generation("queued", [3], 30))
+        pair.cancel(0)
+        queued.cancel()
+        assert await collect(queued) is not None
+        os.kill(pid(engine), signal.SIGKILL)
+        await until(lambda: engine.state is EngineState.RECOVERING)
+        recovering = engine.submit(generation("recovering", [4], 30))
+        recovering.cancel()
+        runs.cancel()
+        runs.cancel()
+        assert (await collect(recovering)).tokens == [[]]
+        answer = await collect(pair, 2)
+        assert answer.tokens[0] == []
+        assert answer.tokens[1] == expected(generation("pair", [2], 30, n=2))[1]
+        await until(lambda: engine.snapshot.running == 0)
+        assert engine.snapshot.pages_held == 0
+
+
+async def test_prompt_logprobs_come_once_whatever_happens() -> None:
+    prompt = list(range(100, 200))
+    params = SamplingParams(prompt_logprobs=0)
+    async with running(config(0.02, max_num_batched_tokens=16, max_num_seqs=8)) as engine:
+        stream = engine.submit(generation("scored", prompt, 4, params=params))
+        answer = Answer(1)
+        task = asyncio.create_task(collect(stream, into=answer))
+        await until(lambda: len(answer.prompt_logprobs) > 20)
+        os.kill(pid(engine), signal.SIGKILL)
+        await task
+        assert answer.prompt_logprobs == [-float(token) for token in prompt[1:]]
+
+
+async def test_stopping_drains_then_aborts_then_ends_the_process() -> None:
+    engine = ProcessEngine(config(0.01))
+    await engine.start()
+    process = psutil.Process(pid(engine))
+    short = asyncio.create_task(ask(engine, generation("short", [1], 10)))
+    long = asyncio.create_task(ask(engine, generation("long", [2], 4000)))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(engine.stop(1.0))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailableError):
+        engine.submit(generation("late", [3]))
+    await stopping
+    assert (await short).finish == ["length"]
+    assert (await long).finish == ["abort"]
+    assert not process.is_running()
+
+
+async def test_what_never_fits_is_refused_at_once() -> None:
+    async with running(config(num_pages=8)) as engine:
+        with pytest.raises(NeverFitsError, match="context length"):
+            engine.submit(generation("big", [1] * 100, 100))
+        with pytest.raises(NeverFitsError, match="n is 65"):
+            engine.check_fits(1, 1, 65)
+
+
+async def test_an_idle_engine_uses_no_cpu_time() -> None:
+    async with running(config()) as engine:
+        await ask(engine, generation("one", [1], 5))
+        process = psutil.Process(pid(engine))
+        before = process.cpu_times()
+        await asyncio.sleep(0.5)
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system <= 0.02
+
+
+ROOT = Path(turnstile.__file__).parents[1]
+
+
+def test_the_side_of_the_api_imports_no_torch() -> None:
+    code = "import sys, turnstile.engine.supervisor; sys.exit('torch' in sys.modules)"
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
+
+
+def test_the_engine_dies_with_its_parent() -> None:
+    code = (
+        "import asyncio\n"
+        "from turnstile.engine.config import EngineConfig\n"
+        "from turnstile.engine.supervisor import ProcessEngine\n"
+        "async def main():\n"
+        "    info = await ProcessEngine(EngineConfig(model='fake:')).start()\n"
+        "    print(info.pid, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())\n"
+    )
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=env) as parent:
+        assert parent.stdout is not None
+        engine = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+        engine.wait(10)
