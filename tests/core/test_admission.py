@@ -1,0 +1,117 @@
+"""The memory test equals a simulation; who is refused; who must go; what a step costs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.driver import make_scheduler
+from turnstile.core.admission import NeverFitsError, decode_peak
+from turnstile.core.cost import CostModel, StepCost
+from turnstile.core.fairness import FairQueue
+from turnstile.core.preemption import choose_victim
+from turnstile.core.request import Request, Sequence
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(0, 60)), max_size=12), st.integers(1, 17))
+def test_decode_peak_is_what_stepping_shows(pairs: list[tuple[int, int]], page_size: int) -> None:
+    worst = 0
+    for step in range(61):
+        alive = [held + step for held, coming in pairs if coming >= step]
+        worst = max(worst, sum(-(-tokens // page_size) for tokens in alive))
+    held, coming = np.array([p[0] for p in pairs]), np.array([p[1] for p in pairs])
+    assert decode_peak(held.astype(np.int64), coming.astype(np.int64), page_size) == worst
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"prompt": (1,) * 150, "max_tokens": 51}, "max_model_len"),
+        ({"prompt": (1,) * 40, "max_tokens": 26}, "num_pages"),
+        ({"prompt": (1,) * 10, "max_tokens": 20, "n": 4}, "num_pages"),
+        ({"prompt": (1,), "max_tokens": 2, "n": 9}, "max_num_seqs"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(settings: dict[str, object], limit: str) -> None:
+    scheduler = make_scheduler(pages=16, page_size=4)
+    with pytest.raises(NeverFitsError) as refusal:
+        scheduler.submit(Request(id="x", **settings), now=0.0)  # type: ignore[arg-type]
+    assert refusal.value.limit == limit
+    assert not scheduler.has_work
+    scheduler.submit(Request(id="fits", prompt=(1,) * 40, max_tokens=25), now=0.0)
+
+
+def running(name: str, order: int, *, tenant: str = "t", priority: int = 0, computed: int = 5,
+            preemptions: int = 0) -> Sequence:  # fmt: skip
+    request = Request(id=name, prompt=(1,) * 9, max_tokens=9, tenant=tenant, priority=priority)
+    sequence = Sequence(request, arrival_order=order)
+    sequence.computed, sequence.preemptions = computed, preemptions
+    return sequence
+
+
+def test_the_victim_is_the_lowest_priority_then_the_most_served_then_the_least_lost() -> None:
+    queue = FairQueue()
+    oldest = running("oldest", 0, priority=9)
+    members = [oldest, running("low", 1, priority=2), running("rich", 2, tenant="rich"),
+               running("little", 3, computed=1), running("much", 4, computed=8)]  # fmt: skip
+    for member in members:
+        queue.arrive(member)
+    queue.charge(members[2], 100.0)
+    order = []
+    while (victim := choose_victim(members, queue, 3)) is not None:
+        order.append(victim.request.id)
+        members.remove(victim)
+    assert order == ["low", "rich", "little", "much"]
+    assert members == [oldest]
+
+
+def test_who_was_preempted_three_times_is_spared_while_there_is_another() -> None:
+    queue = FairQueue()
+    pinned, other = running("pinned", 1, priority=5, preemptions=3), running("other", 2)
+    oldest = running("oldest", 0)
+    for member in (oldest, pinned, other):
+        queue.arrive(member)
+    assert choose_victim([oldest, pinned, other], queue, 3) is other
+    assert choose_victim([oldest, pinned], queue, 3) is pinned
+
+
+def steps(seed: int, count: int) -> list[StepCost]:
+    rng = np.random.default_rng(seed)
+    costs = []
+    for _ in range(count):
+        batch = int(rng.integers(1, 64))
+        tokens = batch + int(rng.integers(0, 512))
+        costs.append(StepCost(tokens, int(tokens * rng.integers(1, 2000)), batch))
+    return costs
+
+
+def test_the_cost_model_recovers_the_coefficients() -> None:
+    model, true = CostModel(), (5e-3, 2e-4, 3e-8, 1e-4)
+    for cost in steps(0, 800):
+        model.observe(
+            cost,
+            true[0] + true[1] * cost.tokens + true[2] * cost.query_context + true[3] * cost.batch,
+        )
+    fit = model.coefficients
+    assert (fit.alpha, fit.beta, fit.gamma, fit.delta) == pytest.approx(true, rel=0.02)
+    decodes = StepCost(10, 5000, 10)
+    budget = model.budget(0.1, decodes, 10_000)
+    assert 10 < budget < 10_000
+    assert model.predict(StepCost(budget, 5000 + 256 * (budget - 10), 10)) == pytest.approx(
+        0.1, rel=0.02
+    )
+    assert model.budget(0.0, decodes, 10_000) == 10
+
+
+def test_coefficients_are_never_negative() -> None:
+    model = CostModel()
+    for i, cost in enumerate(steps(1, 200)):
+        model.observe(cost, 0.05 if i % 2 else 0.001 + 1.0 / cost.tokens)
+        fit = model.coefficients
+        assert min(fit.alpha, fit.beta, fit.gamma, fit.delta) >= 0.0
+
+
+def test_a_cold_model_limits_nothing() -> None:
+    assert CostModel().budget(0.001, StepCost(5, 5, 5), 512) == 512
