@@ -81,6 +81,21 @@ def test_the_official_client_runs_unmodified(server: ServerProcess) -> None:
             client.completions.create(model=NAME, prompt="x", max_tokens=10**6)
 
 
+def test_a_hundred_users_at_once_get_what_each_would_get_alone(server: ServerProcess) -> None:
+    prompts = [f"Tell me about the number {k}. It is" for k in range(100)]
+    body: dict[str, Any] = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    alone = {k: server.complete(prompts[k], **body)[1]["choices"][0]["text"] for k in (0, 42, 99)}
+
+    def user(k: int) -> tuple[str, str]:
+        events = list(server.stream("/v1/completions", prompt=prompts[k], **body))
+        return text_of(events), events[-1]["choices"][0]["finish_reason"]
+
+    answers = server.gather([lambda k=k: user(k) for k in range(100)])
+    assert {reason for _, reason in answers} == {"length"}
+    assert {k: answers[k][0] for k in alone} == alone
+    server.check()
+
+
 def test_it_ends_cleanly(server: ServerProcess) -> None:
     server.check()
     server.signal(signal.SIGTERM)

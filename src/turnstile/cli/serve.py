@@ -91,6 +91,8 @@ def _run(
         revision=engine_config.revision,
         report=lambda text: logger.info("%s", text),
     )
+    if not source.is_gguf:
+        source.open_tensors()  # a damaged checkpoint is known here; the engine needs seconds for it
     engine = make_engine(engine_config)
     from turnstile.cli.panel import LoadingBar, announce
     from turnstile.server.run import run
