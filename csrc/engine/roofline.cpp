@@ -51,15 +51,38 @@ double peak_operations(Team& team, const Kernels& kernels, Format format) {
 }
 
 double peak_bandwidth(Team& team, const Kernels& kernels) {
-  constexpr size_t kBytes = size_t{512} << 20;
-  constexpr int kPieces = 256;
-  const Buffer buffer(kBytes);
-  std::fill(buffer.as<float>(), buffer.as<float>() + kBytes / 4, 1.0f);
-  const int64_t width = kBytes / 4 / kPieces;
+  // One row times 512 MiB of zero weights: the way a step of one user reads its weights.
+  constexpr int kSteps = 2048, kPanels = 2048, kPieces = 256;
+  constexpr size_t kBytes = static_cast<size_t>(kPanels) * kSteps * kStepBytes;
+  const Buffer buffer(kBytes), input(4 * kSteps), out(4 * kPanels * kPanel);
+  std::fill(buffer.data(), buffer.data() + kBytes, uint8_t{0});  // or all of it is one page of zeros
+  const std::vector<float> scale(kPanels * kPanel);
+  const std::vector<int32_t> sums(kPanels * kPanel);
+  const float row_scale = 1.0f;
+  Weights weights{};
+  weights.format = Format::int8;
+  weights.inputs = 4 * kSteps;
+  weights.steps = kSteps;
+  weights.panels = kPanels;
+  weights.data = buffer.data();
+  weights.scale = scale.data();
+  weights.sum128 = sums.data();
+  LinearTask task{};
+  task.weights = &weights;
+  task.input = input.data();
+  task.input_stride = 4 * kSteps;
+  task.scale = &row_scale;
+  task.out = out.data();
+  task.out_stride = 4 * kPanels * kPanel;
+  task.last_row = 1;
   const double seconds = best_seconds([&] {
     team.run(1, [&](Member& member) {
-      // argmax reads a row of equal values once: the first one is the answer.
-      member.share(kPieces, [&](uint32_t piece) { kernels.argmax({buffer.as<float>() + piece * width, width}); });
+      member.share(kPieces, [&](uint32_t piece) {
+        LinearTask mine = task;
+        mine.first_panel = kPanels / kPieces * piece;
+        mine.last_panel = kPanels / kPieces * (piece + 1);
+        kernels.linear(mine);
+      });
     });
   });
   return static_cast<double>(kBytes) / seconds;

@@ -42,9 +42,6 @@ INLINE F between(F a, F b, int first, int last) {
 INLINE unsigned equal_mask(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_EQ_OQ); }
 INLINE unsigned greater_mask(F a, F b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_GT_OQ); }
 
-INLINE F halves(F a, F b) {  // lanes 0..7 of a, then 0..7 of b
-  return {_mm512_insertf32x8(a.v, _mm512_castps512_ps256(b.v), 1)};
-}
 INLINE F swapped_halves(F a) { return {_mm512_shuffle_f32x4(a.v, a.v, 0x4E)}; }
 // Always the same tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 INLINE float sum(F a) {

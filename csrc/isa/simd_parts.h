@@ -21,10 +21,22 @@ struct I { Ip v[kParts]; };
 
 #define EACH_PART _Pragma("GCC unroll 4") for (int i = 0; i < kParts; ++i)
 
-INLINE F load(const float* p) { F r; __builtin_memcpy(&r, p, 64); return r; }
-INLINE void store(float* p, F a) { __builtin_memcpy(p, &a, 64); }
-INLINE I load_i(const void* p) { I r; __builtin_memcpy(&r, p, 64); return r; }
-INLINE void store_i(void* p, I a) { __builtin_memcpy(p, &a, 64); }
+// Part by part: a copy of all 64 bytes at once goes through the stack in other pieces than it is read
+// back in, which stalls.
+INLINE F load(const float* p) {
+  F r;
+  EACH_PART __builtin_memcpy(&r.v[i], p + i * kLanes, sizeof(Fp));
+  return r;
+}
+INLINE void store(float* p, F a) { EACH_PART __builtin_memcpy(p + i * kLanes, &a.v[i], sizeof(Fp)); }
+INLINE I load_i(const void* p) {
+  I r;
+  EACH_PART __builtin_memcpy(&r.v[i], static_cast<const char*>(p) + i * sizeof(Ip), sizeof(Ip));
+  return r;
+}
+INLINE void store_i(void* p, I a) {
+  EACH_PART __builtin_memcpy(static_cast<char*>(p) + i * sizeof(Ip), &a.v[i], sizeof(Ip));
+}
 INLINE Fp splat_part(float x) {
   Fp r;
   for (int lane = 0; lane < kLanes; ++lane) r[lane] = x;
@@ -44,8 +56,8 @@ INLINE I operator|(I a, I b) { EACH_PART a.v[i] |= b.v[i]; return a; }
 template <int n> INLINE I left(I a) { EACH_PART a.v[i] <<= n; return a; }
 template <int n> INLINE I right(I a) { EACH_PART a.v[i] >>= n; return a; }
 
-INLINE F bits_f(I a) { F r; __builtin_memcpy(&r, &a, 64); return r; }
-INLINE I bits_i(F a) { I r; __builtin_memcpy(&r, &a, 64); return r; }
+INLINE F bits_f(I a) { F r; EACH_PART r.v[i] = (Fp)a.v[i]; return r; }
+INLINE I bits_i(F a) { I r; EACH_PART r.v[i] = (Ip)a.v[i]; return r; }
 
 INLINE F fma(F a, F b, F c) {
 #if defined(__AVX2__)
@@ -94,12 +106,6 @@ INLINE unsigned greater_mask(F a, F b) {
   return mask;
 }
 
-INLINE F halves(F a, F b) {
-  F r;
-  __builtin_memcpy(&r, &a, 32);
-  __builtin_memcpy(reinterpret_cast<char*>(&r) + 32, &b, 32);
-  return r;
-}
 // Always the same tree: 8 + 8, 4 + 4, 2 + 2, 1 + 1.
 INLINE float sum(F a) {
   float x[16];
@@ -142,12 +148,12 @@ INLINE I dot4(I acc, I a, I b) {
   typedef int16_t Sp __attribute__((vector_size(4 * kLanes)));
   typedef uint16_t Up __attribute__((vector_size(4 * kLanes)));
   EACH_PART {
+    // A product of an unsigned and a signed byte fits 16 bits: at most 255 * 128.
     const Sp y = (Sp)b.v[i];
     const Up x = (Up)a.v[i];
-    const Ip a_even = (Ip)(x & static_cast<uint16_t>(0xFF)), a_odd = (Ip)(x >> 8);
-    const Ip b_even = (Ip)((y << 8) >> 8), b_odd = (Ip)(y >> 8);
-    acc.v[i] += ((a_even << 16) >> 16) * ((b_even << 16) >> 16) + (a_even >> 16) * (b_even >> 16) +
-                ((a_odd << 16) >> 16) * ((b_odd << 16) >> 16) + (a_odd >> 16) * (b_odd >> 16);
+    const Ip even = (Ip)((Sp)(x & static_cast<uint16_t>(0xFF)) * ((y << 8) >> 8));
+    const Ip odd = (Ip)((Sp)(x >> 8) * (y >> 8));
+    acc.v[i] += ((even << 16) >> 16) + (even >> 16) + ((odd << 16) >> 16) + (odd >> 16);
   }
   return acc;
 #endif
