@@ -15,6 +15,11 @@ import psutil
 
 INTERVAL_S = 1.0  # reading the PSS of a gigabyte costs milliseconds of the CPU being measured
 
+
+class NoProcessError(ValueError):
+    """The process to watch is not there."""
+
+
 _GONE = (psutil.NoSuchProcess, psutil.AccessDenied)
 
 
@@ -29,7 +34,7 @@ class ProcessTree:
 
     Raises
     ------
-    ValueError
+    NoProcessError
         If there is no such process.
     """
 
@@ -37,7 +42,7 @@ class ProcessTree:
         try:
             self._root = psutil.Process(pid)
         except psutil.NoSuchProcess:
-            raise ValueError(f"there is no process {pid} to watch (--server-pid)") from None
+            raise NoProcessError(f"there is no process {pid} to watch (--server-pid)") from None
         self._before: dict[int, float] = {}
         self._after: dict[int, float] = {}
         self._peak = 0

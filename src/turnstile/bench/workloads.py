@@ -16,6 +16,11 @@ from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, all_at_once
 from turnstile.bench.corpus import Prose
 from turnstile.bench.lengths import Fixed, LengthDistribution, Lognormal, Uniform
 
+
+class WorkloadError(ValueError):
+    """There is no such workload; the message says what there is."""
+
+
 Tokenize = Callable[[str], Awaitable[list[int]]]
 
 USERS_PROMPT = Lognormal(96, 0.8, 16, 768)
@@ -106,13 +111,15 @@ def choose(
 
     Raises
     ------
-    ValueError
+    WorkloadError
         If there is no such workload, or both users and rate are given.
     """
     if name not in WORKLOADS:
-        raise ValueError(f"no workload named {name!r}; known are {', '.join(WORKLOADS)}")
+        raise WorkloadError(f"no workload named {name!r}; known are {', '.join(WORKLOADS)}")
     if users is not None and rate is not None:
-        raise ValueError("--users makes a closed loop and --request-rate an open one: give one")
+        raise WorkloadError(
+            "--max-concurrency makes a closed loop and --request-rate an open one: give one"
+        )
     chosen = WORKLOADS[name]
     changed = chosen
     if requests is not None:
