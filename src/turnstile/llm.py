@@ -66,7 +66,9 @@ class AsyncLLM:
         seed: int | None = None,
         **settings: Any,
     ) -> None:
-        self.config = EngineConfig(**({"model": model} if model is not None else {}), **settings)
+        if model is not None:
+            settings["model"] = model
+        self.config = EngineConfig(**settings)
         self.config.check()
         self._source: ModelSource = resolve(self.config.model, revision=self.config.revision)
         self._tokenizer = Tokenizer.from_path(tokenizer or self._source.tokenizer_path)
@@ -160,8 +162,10 @@ class AsyncLLM:
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     async def _follow(self, builder: OutputBuilder, generation: Generation) -> AsyncIterator[None]:
-        stream = self._engine.submit(generation)
-        self._streams[generation.request_id] = stream
+        name = builder.output.request_id
+        if name in self._streams:
+            raise ParameterError(f"A request with the id {name!r} is running.", "request_id")
+        stream = self._streams[name] = self._engine.submit(generation)
         try:
             async for rows in stream:
                 for row in rows:
@@ -172,7 +176,7 @@ class AsyncLLM:
             if builder.abort_unfinished():
                 yield
         finally:
-            self._streams.pop(generation.request_id, None)
+            del self._streams[name]
             stream.cancel()
 
     def _prepare(
@@ -200,7 +204,8 @@ class AsyncLLM:
             params.stop_token_ids = [*own_stop_ids, *sorted(ends.difference(own_stop_ids))]
         room = (info.max_model_len if info is not None else len(ids) + 1) - len(ids)
         generation = Generation(
-            request_id=request_id or uuid.uuid4().hex,
+            # Never used before: rows of an aborted request may still be on their way.
+            request_id=uuid.uuid4().hex,
             prompt=ids,
             params=params,
             max_tokens=max(1, room) if params.max_tokens is None else params.max_tokens,
@@ -209,7 +214,9 @@ class AsyncLLM:
             priority=priority,
             arrival=time.monotonic(),
         )
-        return OutputBuilder(generation, text, self._tokenizer, own_stop_ids), generation
+        builder = OutputBuilder(generation, text, self._tokenizer, own_stop_ids)
+        builder.output.request_id = request_id or generation.request_id
+        return builder, generation
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         text: str | None = None
@@ -220,10 +227,11 @@ class AsyncLLM:
                 return text, list(ids)
             if text is None:
                 raise ParameterError("A prompt needs prompt or prompt_token_ids.", "prompt")
-            prompt = text
-        if isinstance(prompt, str):
-            return prompt, self._tokenizer.encode(prompt)
-        return None, list(prompt)
+        elif isinstance(prompt, str):
+            text = prompt
+        else:
+            return None, list(prompt)
+        return text, self._tokenizer.encode(text)
 
 
 class LLM:
