@@ -239,7 +239,9 @@ def test_help_imports_nothing_heavy() -> None:
 def test_the_api_process_never_imports_torch() -> None:
     everything = ["app", "run", "startup", "exposition", "docs", "binding", "logs"]
     imports = "\n".join(f"import turnstile.server.{name}" for name in everything)
-    modules = _modules_after(f"{imports}\nimport turnstile.cli.serve, turnstile.cli.panel")
+    modules = _modules_after(
+        f"{imports}\nimport turnstile.cli.serve, turnstile.cli.panel, turnstile.engine.supervisor"
+    )
     assert "torch" not in modules
     assert "transformers" not in modules
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import time
-from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -15,12 +14,7 @@ import pytest
 from e2e.conftest import Launch
 from e2e.harness import ServerProcess, text_of
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(
-        find_spec("turnstile.engine.supervisor") is None, reason="there is no engine process"
-    ),
-]
+pytestmark = pytest.mark.e2e
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "missing", "not a model"])

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
 import os
 import time
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
@@ -118,6 +117,6 @@ def _run(
 
 def make_engine(config: EngineConfig) -> EngineClient:
     """The supervised engine process of this configuration, not yet started."""
-    module: Any = importlib.import_module("turnstile.engine.supervisor")
-    engine: EngineClient = module.ProcessEngine(config)
-    return engine
+    from turnstile.engine.supervisor import ProcessEngine
+
+    return ProcessEngine(config)
