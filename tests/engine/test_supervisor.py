@@ -72,7 +72,7 @@ async def test_streams_go_on_with_the_same_tokens_after_two_kills() -> None:
             for request, answer in zip(requests, answers, strict=True)
         ]
         for kill, least in enumerate((5, 20), start=1):
-            await until(lambda least=least: min(len(a.tokens[0]) for a in answers) >= least)  # type: ignore[misc]
+            await until(lambda least=least: min(len(a.tokens[0]) for a in answers[:30]) >= least)  # type: ignore[misc]
             os.kill(pid(engine), signal.SIGKILL)
             await until(lambda: engine.state is EngineState.RECOVERING)
             late = generation(f"late{kill}", [kill], 5)
@@ -202,7 +202,7 @@ async def test_stopping_drains_then_aborts_then_ends_the_process() -> None:
 
 
 async def test_what_never_fits_is_refused_at_once() -> None:
-    async with running(config(num_pages=8)) as engine:
+    async with running(config(num_pages=100, max_model_len=150)) as engine:
         with pytest.raises(NeverFitsError, match="context length"):
             engine.submit(generation("big", [1] * 100, 100))
         with pytest.raises(NeverFitsError, match="n is 65"):

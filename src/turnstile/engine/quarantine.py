@@ -8,8 +8,9 @@ The rule, in full:
    those that have proven harmless. The other suspects, and requests that never ran, are held back
    until all on trial are cleared (or gone); then the next half is tried.
 3. It dies during a trial: the half on trial that was in the step is halved again.
-4. A suspect that is alone on trial when the engine dies in its step, and was in ``STRIKES`` fatal
-   steps with nothing computed between, is guilty. The trial of the others goes on.
+4. A suspect that is alone on trial when the engine dies in its step, for the ``STRIKES``-th time
+   with nothing computed between, is next submitted with nobody beside it: another may be guilty
+   too. If the engine dies in a step of it alone, it is guilty. The trial of the others goes on.
 
 Of suspects, those that never came through a step are tried first and apart from those that did:
 a request that kills does so, most often, before its first token.
@@ -48,6 +49,7 @@ class Quarantine:
 
     def __init__(self) -> None:
         self.strict = False
+        self._alone = False
         self._trial: dict[str, None] = {}
         self._held: list[list[str]] = []
         self._strikes: dict[str, int] = {}
@@ -65,7 +67,7 @@ class Quarantine:
         """Whether a request may be in the engine now."""
         if not self.strict or request_id in self._trial:
             return True
-        return proven and request_id not in self._strikes
+        return not self._alone and proven and request_id not in self._strikes
 
     def died(self, members: Sequence[Member]) -> Verdict:
         """The engine died in a step of ``members`` (none: outside of steps)."""
@@ -80,9 +82,11 @@ class Quarantine:
         for member in suspects:
             self._strikes[member.request_id] = self._strikes.get(member.request_id, 0) + 1
         if len(suspects) == 1 and self._strikes[suspects[0].request_id] >= STRIKES:
-            guilty = suspects[0].request_id
-            self.left(guilty)
-            return Verdict(guilty)
+            if len(members) > 1:
+                self._try_alone(suspects[0].request_id)
+                return Verdict(narrowed=True)
+            self.left(suspects[0].request_id)
+            return Verdict(suspects[0].request_id)
         narrowed = len(suspects) < len(self._trial) or len(suspects) > 1
         self.strict = True
         first, second = _halves(suspects)
@@ -92,6 +96,13 @@ class Quarantine:
             self._held.append([*second, *absent])
         self._trial = dict.fromkeys(first)
         return Verdict(narrowed=narrowed)
+
+    def _try_alone(self, request_id: str) -> None:
+        absent = [other for other in self._trial if other != request_id]
+        if absent:
+            self._held.append(absent)
+        self._trial = {request_id: None}
+        self.strict = self._alone = True
 
     def _first_death(self, members: Sequence[Member]) -> Verdict:
         if self._trial:
@@ -118,6 +129,8 @@ class Quarantine:
         for group in self._held:
             if request_id in group:
                 group.remove(request_id)
+        if not self._trial:
+            self._alone = False
         while not self._trial and self._held:
             self._trial = dict.fromkeys(self._held.pop())
         if not self._trial:
