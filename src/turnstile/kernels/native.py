@@ -129,7 +129,7 @@ class NativeBackend(Backend):
         self._module = module
         self._engine = module.Engine(level, threads or default_threads(), weight_format)
         self._weight_format = weight_format
-        self._kv_dtype = kv_dtype
+        self.kv_dtype = kv_dtype
 
     @property
     def level(self) -> str:
@@ -211,11 +211,11 @@ class NativeBackend(Backend):
         ValueError
             The page size is not a multiple of 16, or the head size is odd.
         """
-        return cast(int, self._module.Pool.page_bytes(self._kv_dtype, *_sizes(shape)))
+        return cast(int, self._module.Pool.page_bytes(self.kv_dtype, *_sizes(shape)))
 
     def allocate_kv(self, shape: KvShape) -> Opaque:
         """Reserve the pool's addresses; the system gives memory as pages are first written."""
-        return cast(Opaque, self._module.Pool(self._kv_dtype, *_sizes(shape), shape.num_pages))
+        return cast(Opaque, self._module.Pool(self.kv_dtype, *_sizes(shape), shape.num_pages))
 
     # -- one step -----------------------------------------------------------------------------
 
