@@ -56,6 +56,11 @@ class Response:
         self._left = 0  # bytes still to come: of a sized body, or of a chunk and its line end
 
     @property
+    def begun(self) -> bool:
+        """Whether any byte of it has come."""
+        return bool(self.status or self._buffer)
+
+    @property
     def body(self) -> bytes:
         """All body bytes so far."""
         return b"".join(piece for _, piece in self.pieces)
@@ -203,6 +208,7 @@ class Connection(asyncio.Protocol):
         self._response: Response | None = None
         self._done: asyncio.Future[None] | None = None
         self.open = False
+        self.used = False  # whether it has carried a whole answer
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -278,7 +284,16 @@ class Pool:
             As :meth:`Connection.send`.
         """
         connection = await self._take()
-        await connection.send(request, response)
+        kept = connection.used
+        try:
+            await connection.send(request, response)
+        except BrokenResponseError:
+            if not kept or response.begun:
+                raise
+            # The server closed an idle connection just now: not a fault of the request.
+            connection = await self._connect()
+            await connection.send(request, response)
+        connection.used = True
         if connection.open:
             self._idle.append(connection)
 
@@ -287,6 +302,9 @@ class Pool:
             connection = self._idle.pop()
             if connection.open:
                 return connection
+        return await self._connect()
+
+    async def _connect(self) -> Connection:
         loop = asyncio.get_running_loop()
         _, made = await loop.create_connection(Connection, self.server.host, self.server.port)
         return made

@@ -8,10 +8,19 @@ ITL
     every gap between two events with text, pooled over the requests.
 E2E
     from the moment a request was due to the end of its answer.
+Worst gaps
+    per request: the mean of the longest tenth of its gaps.
+Normalised latency
+    per request: E2E / output tokens.
+Queue time
+    per request, as the server's usage event tells it.
+Goodput
+    requests that met every limit, over the window. Refused and failed requests are misses; those
+    cut off at the time limit count only where a limit was already broken.
 Throughput
     all tokens seen in the window, also those of requests that did not end, over the window.
 
-TTFT, TPOT, ITL and E2E are of completed requests only; mean and percentiles of one metric are
+All latencies are of completed requests only; mean and percentiles of one metric are
 over the same samples. Percentiles interpolate linearly between ranks (numpy's default).
 """
 
@@ -29,9 +38,11 @@ from turnstile.bench.records import Record, read
 PERCENTS = (50, 90, 99)
 FEW = 100  # below so many samples the 99th percentile is little more than the maximum
 
-METRICS = ("ttft", "tpot", "itl", "e2el")
+METRICS = ("ttft", "tpot", "itl", "e2el", "worst10", "norm", "queue")
+LIMITS = ("ttft", "tpot", "e2el", "worst10", "norm")
 
 Figures = dict[str, Any]
+Limits = dict[str, float]
 
 
 def distribution(samples: Iterable[float]) -> dict[str, float | int | None]:
@@ -45,14 +56,70 @@ def distribution(samples: Iterable[float]) -> dict[str, float | int | None]:
     return {"count": len(values), **figures}
 
 
-def measure(run: Run) -> Figures:
+def measure(run: Run, limits: Limits | None = None) -> Figures:
     """All figures of one repetition, as they go into the JSON file."""
-    return summarize([read(a, run.start) for a in run.attempts], run.end - run.start) | {
-        "client_cpu_s": run.client_cpu
+    records = [read(a, run.start) for a in run.attempts]
+    return summarize(records, run.end - run.start, limits) | {"client_cpu_s": run.client_cpu}
+
+
+def parse_limits(words: Iterable[str]) -> Limits:
+    """Read goodput limits such as ``ttft:500``, in milliseconds, as ``vllm bench serve`` does.
+
+    Raises
+    ------
+    ValueError
+        For another form, an unknown latency or a limit that is not positive.
+    """
+    limits: Limits = {}
+    for word in words:
+        name, _, value = word.partition(":")
+        if name not in LIMITS:
+            raise ValueError(f"--goodput knows no {name!r}; write one of {', '.join(LIMITS)}")
+        try:
+            limits[name] = float(value)
+        except ValueError:
+            raise ValueError(f"--goodput {word!r}: write NAME:MILLISECONDS") from None
+        if not limits[name] > 0:
+            raise ValueError(f"--goodput {word!r}: a limit must be over 0 ms")
+    return limits
+
+
+def goodput(records: Sequence[Record], window: float, limits: Limits) -> Figures:
+    """How many requests met all limits (milliseconds), of those that can be judged."""
+    good = judged = 0
+    for record in records:
+        values = _judged_values(record)
+        kept = all(1000.0 * (values[n] or 0.0) <= limit for n, limit in limits.items())
+        if record.outcome == "incomplete" and kept:
+            continue  # it might still have met them all
+        judged += 1
+        good += kept and record.outcome == "completed"
+    return {
+        "limits_ms": dict(limits),
+        "good": good,
+        "judged": judged,
+        "attainment": good / judged if judged else None,
+        "requests_per_s": _over(good, window),
     }
 
 
-def summarize(records: Sequence[Record], window: float) -> Figures:
+def _judged_values(record: Record) -> dict[str, float | None]:
+    """Latencies in seconds; one that an answer of one token does not have is None."""
+    values = {
+        "ttft": record.ttft,
+        "tpot": record.tpot,
+        "e2el": record.e2e,
+        "worst10": record.worst_gap,
+        "norm": record.normalised,
+    }
+    if record.outcome == "incomplete":
+        # Without an end these two are not known, and the wait so far is the least TTFT.
+        values |= {"tpot": None, "norm": None}
+        values["ttft"] = record.ttft if record.times else record.e2e
+    return values
+
+
+def summarize(records: Sequence[Record], window: float, limits: Limits | None = None) -> Figures:
     """The figures of these requests in a window of so many seconds."""
     done = [r for r in records if r.outcome == "completed"]
     output = sum(r.output_tokens for r in records)
@@ -63,14 +130,19 @@ def summarize(records: Sequence[Record], window: float) -> Figures:
         "tpot": [r.tpot for r in done if r.tpot is not None],
         "itl": [gap for r in done for gap in r.gaps],
         "e2el": [r.e2e for r in done],
+        "worst10": [r.worst_gap for r in done if r.worst_gap is not None],
+        "norm": [r.normalised for r in done if r.normalised is not None],
+        "queue": [r.queue for r in done if r.queue is not None],
     }
     return {
         "duration_s": window,
         "completed": outcomes["completed"],
         "failed": outcomes["failed"],
+        "rejected": sum(r.rejected for r in records),
         "incomplete": outcomes["incomplete"],
         "reasons": dict(Counter(r.reason for r in records if r.outcome == "failed").most_common()),
         "prompt_tokens": prompt,
+        "cached_tokens": sum(r.cached_tokens or 0 for r in records),
         "output_tokens": output,
         "request_throughput": _over(outcomes["completed"], window),
         "output_throughput": _over(output, window),
@@ -79,6 +151,7 @@ def summarize(records: Sequence[Record], window: float) -> Figures:
         **{f"{name}_ms": distribution(values) for name, values in samples.items()},
         "lag_ms": distribution(r.sent - r.due for r in records),
         "warnings": warnings_of(records),
+        **({"goodput": goodput(records, window, limits)} if limits else {}),
     }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
 
 Outcome = Literal["completed", "failed", "incomplete"]
+
+REJECTIONS = (429, 503)
 
 
 @dataclass(slots=True)
@@ -51,6 +54,12 @@ class Record:
         text, and `counted` says so.
     reason
         Why the request counts as failed or incomplete.
+    status
+        HTTP status; 0 if no answer began.
+    queue
+        Seconds in the server's queue, where its usage event tells them.
+    cached_tokens
+        Prompt tokens the server had in its prefix cache, where it tells them.
     """
 
     outcome: Outcome
@@ -63,6 +72,14 @@ class Record:
     wanted: int
     counted: Literal["usage", "events"]
     reason: str | None = None
+    status: int = 0
+    queue: float | None = None
+    cached_tokens: int | None = None
+
+    @property
+    def rejected(self) -> bool:
+        """Whether the server refused the request for its load; such a request has failed."""
+        return self.status in REJECTIONS
 
     @property
     def ttft(self) -> float | None:
@@ -82,6 +99,18 @@ class Record:
         return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
 
     @property
+    def worst_gap(self) -> float | None:
+        """Mean of the longest tenth of the gaps, at least one: how this stream stuttered."""
+        gaps = sorted(self.gaps)
+        longest = gaps[-math.ceil(len(gaps) / 10) :] if gaps else []
+        return sum(longest) / len(longest) if longest else None
+
+    @property
+    def normalised(self) -> float | None:
+        """Seconds from due to the end for each output token (Orca, section 6); None without any."""
+        return self.e2e / self.output_tokens if self.output_tokens else None
+
+    @property
     def e2e(self) -> float:
         """Seconds from the moment the request was due to the end of its answer."""
         return self.ended - self.due
@@ -91,14 +120,24 @@ class _Choice(msgspec.Struct):
     text: str | None = None
 
 
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+
+
+class _Metrics(msgspec.Struct):
+    queue_time_ms: float | None = None
 
 
 class _Event(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
+    metrics: _Metrics | None = None
     error: msgspec.Raw | None = None
 
 
@@ -109,6 +148,7 @@ _EVENT = msgspec.json.Decoder(_Event)
 class _Stream:
     times: list[float] = field(default_factory=list)
     usage: _Usage | None = None
+    queue: float | None = None
     finished: bool = False
     error: str | None = None
 
@@ -118,6 +158,7 @@ def read(attempt: Attempt, start: float) -> Record:
     stream = _read_stream(attempt.pieces) if attempt.status == 200 else _Stream()
     tokens, counted = len(stream.times), "events"
     usage = stream.usage
+    details = usage.prompt_tokens_details if usage is not None else None
     if usage is not None and usage.completion_tokens is not None:
         tokens, counted = usage.completion_tokens, "usage"
     reason = _reason(attempt, stream, tokens)
@@ -135,6 +176,9 @@ def read(attempt: Attempt, start: float) -> Record:
         wanted=attempt.wanted,
         counted="usage" if counted == "usage" else "events",
         reason=reason,
+        status=attempt.status,
+        queue=stream.queue,
+        cached_tokens=details.cached_tokens if details else None,
     )
 
 
@@ -180,6 +224,8 @@ def _read_event(payload: bytes, now: float, stream: _Stream) -> None:
         stream.error = _brief(bytes(event.error))
     if event.usage is not None:
         stream.usage = event.usage
+    if event.metrics is not None and event.metrics.queue_time_ms is not None:
+        stream.queue = event.metrics.queue_time_ms / 1000.0
     if any(choice.text for choice in event.choices):
         stream.times.append(now)
 

@@ -14,13 +14,18 @@ HEADINGS = {
     "tpot": "Time per Output Token (excl. 1st token)",
     "itl": "Inter-token Latency",
     "e2el": "End-to-end Latency",
+    "worst10": "Longest Tenth of Gaps, per Request",
+    "norm": "Normalised Latency, per Output Token",
+    "queue": "Queue Time, as the Server Tells",
 }
 ROWS = (
     ("Successful requests:", "completed", "{:.0f}"),
     ("Failed requests:", "failed", "{:.0f}"),
+    ("  of these refused for load:", "rejected", "{:.0f}"),
     ("Incomplete requests:", "incomplete", "{:.0f}"),
     ("Benchmark duration (s):", "duration_s", "{:.2f}"),
     ("Total input tokens:", "prompt_tokens", "{:.0f}"),
+    ("  of these from a prefix cache:", "cached_tokens", "{:.0f}"),
     ("Total generated tokens:", "output_tokens", "{:.0f}"),
     ("Request throughput (req/s):", "request_throughput", "{:.2f}"),
     ("Output token throughput (tok/s):", "output_throughput", "{:.2f}"),
@@ -51,7 +56,10 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     for label, name, form in ROWS:
         yield _row(label, figures[name], form)
     for name in METRICS:
-        yield from _metric(name, figures[f"{name}_ms"])
+        if name != "queue" or figures[f"{name}_ms"]["count"]:
+            yield from _metric(name, figures[f"{name}_ms"])
+    if figures.get("goodput"):
+        yield from _goodput(figures["goodput"])
     yield " Generator ".center(WIDTH, "-")
     yield _row("P99 lag behind schedule (ms):", figures["lag_ms"]["p99"], "{:.2f}")
     yield _row("CPU time (s):", figures.get("client_cpu_s"), "{:.2f}")
@@ -64,6 +72,17 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield f"failed {times:.0f} ×: {reason}"
     for warning in figures["warnings"]:
         yield f"note: {warning}"
+
+
+def _goodput(values: dict[str, Any]) -> Iterator[str]:
+    yield " Goodput ".center(WIDTH, "-")
+    for name, limit in values["limits_ms"].items():
+        yield _row(f"Limit of {name} (ms):", limit, "{:g}")
+    yield _row("Requests within all limits:", values["good"], "{:.0f}")
+    yield _row("  of requests judged:", values["judged"], "{:.0f}")
+    share = values["attainment"]
+    yield _row("  share (%):", None if share is None else 100 * share, "{:.1f}")
+    yield _row("Request goodput (req/s):", values["requests_per_s"], "{:.2f}")
 
 
 def _metric(name: str, values: dict[str, Any]) -> Iterator[str]:

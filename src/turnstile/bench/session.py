@@ -17,7 +17,7 @@ from turnstile.bench.arrivals import ClosedLoop
 from turnstile.bench.corpus import Prose
 from turnstile.bench.drive import Driver, Run
 from turnstile.bench.http import BrokenResponseError, Pool, Response, Server
-from turnstile.bench.metrics import Figures, measure, median_of
+from turnstile.bench.metrics import Figures, Limits, measure, median_of
 from turnstile.bench.processes import ProcessTree
 from turnstile.bench.workloads import Planned, Workload, passage, plan
 
@@ -45,6 +45,8 @@ class Settings:
         Seconds a repetition may take; None for no limit.
     server_pid
         First process of the server, whose CPU time and memory are to be watched.
+    limits
+        Limits of goodput in milliseconds, by the short names of the latencies.
     """
 
     repeat: int = 1
@@ -53,6 +55,7 @@ class Settings:
     text_seed: int = 0
     time_limit: float | None = None
     server_pid: int | None = None
+    limits: Limits | None = None
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.warmup < 0:
@@ -95,7 +98,7 @@ async def bench(
             workload.arrivals(settings.length_seed),
             settings.time_limit,
         )
-        repetitions.append(await _repetition(driver, tree))
+        repetitions.append(await _repetition(driver, tree, settings.limits))
     tokenizer.close()
     return {
         "format": FORMAT,
@@ -112,9 +115,9 @@ async def bench(
     }
 
 
-async def _repetition(driver: Driver, tree: ProcessTree | None) -> Figures:
+async def _repetition(driver: Driver, tree: ProcessTree | None, limits: Limits | None) -> Figures:
     if tree is None:
-        return measure(await driver.run())
+        return measure(await driver.run(), limits)
     tree.start()
     watching = asyncio.create_task(tree.watch())
     try:
@@ -123,7 +126,7 @@ async def _repetition(driver: Driver, tree: ProcessTree | None) -> Figures:
         watching.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await watching
-    figures = measure(run)
+    figures = measure(run, limits)
     return figures | {"server": tree.figures(figures["output_tokens"])}
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, all_at_once, poisson
+from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, all_at_once, gamma
 from turnstile.bench.corpus import Prose
 from turnstile.bench.lengths import Fixed, LengthDistribution, Lognormal, Uniform
 
@@ -45,6 +45,8 @@ class Workload:
         Size of the closed loop, or None for an open loop.
     rate
         Mean arrivals per second of the open loop (Poisson), or None for all at once.
+    burstiness
+        Shape of the gamma-distributed gaps of the open loop: 1 is Poisson, less comes in bursts.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Workload:
     prefix: int = 0
     users: int | None = None
     rate: float | None = None
+    burstiness: float = 1.0
 
     def __post_init__(self) -> None:
         if self.requests < 1:
@@ -67,7 +70,8 @@ class Workload:
         if self.rate is None:
             return OpenLoop(tuple(all_at_once(self.requests)))
         rng = np.random.default_rng([seed, 2])
-        return OpenLoop(tuple(float(t) for t in poisson(self.rate, self.requests, rng)))
+        times = gamma(self.rate, self.requests, self.burstiness, rng)
+        return OpenLoop(tuple(float(t) for t in times))
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +108,7 @@ def choose(
     requests: int | None = None,
     users: int | None = None,
     rate: float | None = None,
+    burstiness: float | None = None,
     prompt: LengthDistribution | None = None,
     output: LengthDistribution | None = None,
 ) -> Workload:
@@ -128,6 +133,10 @@ def choose(
         changed = replace(changed, users=users, rate=None)
     if rate is not None:
         changed = replace(changed, users=None, rate=rate)
+    if burstiness is not None:
+        if changed.rate is None:
+            raise ValueError("--burstiness needs an open loop: give --request-rate, or take W5")
+        changed = replace(changed, burstiness=burstiness)
     if prompt is not None:
         changed = replace(changed, prompt=prompt)
     if output is not None:

@@ -35,6 +35,7 @@ def serve(
     num_prompts: int | None = None,
     max_concurrency: int | None = None,
     request_rate: float | None = None,
+    burstiness: float | None = None,
     prompt_lengths: str | None = None,
     output_lengths: str | None = None,
     warmup: int = 2,
@@ -42,6 +43,7 @@ def serve(
     seed: int | None = None,
     text_seed: int | None = None,
     server_pid: int | None = None,
+    goodput: list[str] | None = None,
     api_key: str | None = None,
     output: Path | None = None,
 ) -> int:
@@ -65,6 +67,8 @@ def serve(
         Users of a closed loop, where they are not to be the workload's.
     request_rate
         Arrivals per second of an open loop (Poisson).
+    burstiness
+        Shape of the gamma-distributed gaps of an open loop: 1 is Poisson, less comes in bursts.
     prompt_lengths
         128, 16-64, lognormal:MEDIAN:SIGMA[:LOW:HIGH], or a trace such as azure_conv_2023:prompt.
     output_lengths
@@ -79,6 +83,9 @@ def serve(
         Seed of the text. Without it every run has fresh text, so that no prefix cache helps.
     server_pid
         First process of the server: CPU time and memory of it and its children are reported.
+    goodput
+        Limits such as ttft:500 tpot:100 e2el:10000, in milliseconds; requests that meet all are
+        counted, and refused ones are misses.
     api_key
         Sent as a bearer token; TURNSTILE_API_KEY otherwise.
     output
@@ -86,6 +93,7 @@ def serve(
     """
     from turnstile.bench.http import Server
     from turnstile.bench.lengths import parse_lengths
+    from turnstile.bench.metrics import parse_limits
     from turnstile.bench.session import FORMAT, LENGTH_SEED, ServerError, Settings, bench
     from turnstile.bench.workloads import choose
 
@@ -94,6 +102,7 @@ def serve(
         requests=num_prompts,
         users=max_concurrency,
         rate=request_rate,
+        burstiness=burstiness,
         prompt=parse_lengths(prompt_lengths) if prompt_lengths else None,
         output=parse_lengths(output_lengths) if output_lengths else None,
     )
@@ -105,6 +114,7 @@ def serve(
         text_seed=time.time_ns() if text_seed is None else text_seed,
         time_limit=time_limit,
         server_pid=server_pid,
+        limits=parse_limits(goodput) if goodput else None,
     )
     name = chosen.name.rstrip("*")
     path = output or Path(time.strftime(f"bench-{name}-%Y%m%d-%H%M%S.json"))
