@@ -34,6 +34,7 @@ def make_app() -> App:
         name="turnstile",
         version=__version__,
         help="Serve language models to many people at once, predictably.",
+        help_format="plaintext",
         result_action="return_value",
     )
     for verb, summary in VERBS.items():

@@ -21,9 +21,10 @@ logger = logging.getLogger("turnstile.server")
 
 app = App(
     name="serve",
-    help="Serve a model over HTTP, with OpenAI's API.\n\n"
-    "Settings come from flags, from TURNSTILE_SERVE_* variables, from the file of --config, and "
-    "from the defaults, in this order. Sizes may be written 1k, 32K or 25.6k.",
+    help="Serve a model over HTTP, with OpenAI's API.",
+    help_epilogue="Settings come from flags, from TURNSTILE_SERVE_* variables, from the file of "
+    "--config, and from the defaults, in this order. Sizes may be written 1k, 32K or 25.6k. "
+    "--help=WORD shows the flags that have to do with a word.",
 )
 
 
