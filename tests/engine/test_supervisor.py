@@ -134,6 +134,25 @@ async def test_an_engine_that_cannot_start_says_why() -> None:
     await engine.stop(0)
 
 
+async def test_a_process_that_cannot_be_started_is_reported_and_stopping_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "executable", "/nonexistent/python")
+    engine = ProcessEngine(config())
+    with pytest.raises(EngineUnavailableError, match="cannot be started"):
+        await engine.start()
+    await engine.stop(0)
+
+
+async def test_an_engine_can_be_stopped_while_it_starts() -> None:
+    engine = ProcessEngine(config())
+    starting = asyncio.create_task(engine.start())
+    await until(lambda: engine.epoch == 1)
+    starting.cancel()
+    await engine.stop(0)
+    assert engine.state is EngineState.DEAD
+
+
 async def test_an_engine_that_dies_each_time_is_given_up_with_an_error_to_everybody() -> None:
     async with running(config(0.01, max_restarts=1)) as engine:
         task = asyncio.create_task(ask(engine, generation("a", [1], 3000)))

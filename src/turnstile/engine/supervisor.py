@@ -191,8 +191,11 @@ class ProcessEngine(JournaledClient):
         self._engine = engine = EngineProcess(self.epoch, self._on_message, self._on_lost)
         try:
             await engine.launch(self.config)
-        except OSError as error:
+        except Exception as error:
+            # Whatever it was, somebody waits for this engine and must hear that there is none.
+            logger.debug("Starting the engine process failed", exc_info=True)
             self._why = f"The engine process cannot be started: {error}."
+            engine.kill()
             self._on_lost(engine)
 
     def _distrust(self, why: str) -> None:
