@@ -57,8 +57,12 @@ class EngineProcess(asyncio.Protocol):
         the thread that starts it.
         """
         ours, theirs = socket.socketpair()
-        with theirs:
-            self._process = _start(config, self.epoch, theirs)
+        try:
+            with theirs:
+                self._process = _start(config, self.epoch, theirs)
+        except BaseException:
+            ours.close()
+            raise
         await self._loop.create_unix_connection(lambda: self, sock=ours)
 
     # -- asyncio.Protocol -------------------------------------------------------------------------
