@@ -12,7 +12,7 @@ from turnstile.core.request import Request, Sequence
 from turnstile.engine.constraints import Job
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.randomness import uniform
-from turnstile.engine.sampler import BAD_LOGITS, NOTHING_ALLOWED, Draw, Drawn, Sampler
+from turnstile.engine.sampler import BAD_LOGITS, NOTHING_ALLOWED, Draw, Drawn, Sampler, _pick
 from turnstile.kernels import create_backend
 
 VOCAB = 1000
@@ -207,3 +207,17 @@ def test_logprobs_are_the_models_own(sampler: Sampler) -> None:
     assert [value for _, value in drawn.logprobs.top] == pytest.approx(
         best.values.tolist(), abs=1e-5
     )
+
+
+@pytest.mark.parametrize("length", [1, 3, 255, 256, 257, 1000, 4096])
+def test_a_draw_inverts_the_cumulative_distribution(length: int) -> None:
+    random = np.random.default_rng(length)
+    weights = random.random(length, dtype=np.float32) * (random.random(length) < 0.1)
+    weights[random.integers(length)] = 0.5
+    cumulative = np.cumsum(weights, dtype=np.float64)
+    edges = (0.0, 1e-12, 0.5, 1 - 2.0**-53)
+    for u in (*edges, *random.random(300)):
+        index = _pick(weights, u)
+        target, slack = u * cumulative[-1], 1e-6 * cumulative[-1]
+        assert weights[index] > 0
+        assert cumulative[index] - weights[index] - slack <= target <= cumulative[index] + slack
