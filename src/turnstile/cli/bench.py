@@ -43,7 +43,7 @@ def serve(
     seed: int | None = None,
     text_seed: int | None = None,
     server_pid: int | None = None,
-    goodput: list[str] | None = None,
+    goodput: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     api_key: str | None = None,
     output: Path | None = None,
 ) -> int:
@@ -106,7 +106,6 @@ def serve(
         prompt=parse_lengths(prompt_lengths) if prompt_lengths else None,
         output=parse_lengths(output_lengths) if output_lengths else None,
     )
-    key = api_key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
     settings = Settings(
         repeat=repeat,
         warmup=warmup,
@@ -119,11 +118,81 @@ def serve(
     name = chosen.name.rstrip("*")
     path = output or Path(time.strftime(f"bench-{name}-%Y%m%d-%H%M%S.json"))
     try:
-        result = _run(bench(Server.parse(url, key), model, chosen, settings, _tell))
+        result = _run(bench(Server.parse(url, _key(api_key)), model, chosen, settings, _tell))
     except ServerError as error:
         _write(path, {"format": FORMAT, "workload": asdict(chosen), "error": str(error)})
         raise
     return _finish(result, path)
+
+
+@app.command
+def sweep(
+    *,
+    request_rate: Annotated[list[float] | None, Parameter(consume_multiple=True)] = None,
+    max_concurrency: Annotated[list[int] | None, Parameter(consume_multiple=True)] = None,
+    workload: str = "W1",
+    url: Annotated[str, Parameter(name=["--url", "--base-url"])] = DEFAULT_URL,
+    model: str | None = None,
+    num_prompts: int | None = None,
+    time_limit: float | None = None,
+    goodput: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
+    api_key: str | None = None,
+    output: Path | None = None,
+) -> int:
+    """Send the same work at one load after another and print a line for each.
+
+    With --goodput the last load before the first that breaks the limits is named: the capacity.
+
+    Parameters
+    ----------
+    request_rate
+        Rates of open loops to try, in requests per second.
+    max_concurrency
+        Or numbers of users of closed loops to try.
+    workload
+        Whose lengths to use, W1 to W5.
+    url
+        Where the server listens, with or without /v1.
+    model
+        The model's name; the first one the server lists otherwise.
+    num_prompts
+        Requests at each load, where they are not to be the workload's.
+    time_limit
+        Seconds after which a load is cut off; what runs then counts as incomplete.
+    goodput
+        Limits such as ttft:500 tpot:100, in milliseconds.
+    api_key
+        Sent as a bearer token; TURNSTILE_API_KEY otherwise.
+    output
+        JSON file to write; bench-sweep-TIME.json otherwise.
+    """
+    from turnstile.bench.http import Server
+    from turnstile.bench.metrics import parse_limits
+    from turnstile.bench.session import Settings
+    from turnstile.bench.sweep import sweep as measure_all
+    from turnstile.bench.sweep import sweep_table
+    from turnstile.bench.workloads import choose
+
+    if (request_rate is None) == (max_concurrency is None):
+        raise ValueError("give the loads to try, either --request-rate or --max-concurrency")
+    points = [
+        (f"{rate:g}/s", choose(workload, requests=num_prompts, rate=rate))
+        for rate in request_rate or ()
+    ]
+    points += [
+        (f"{users} users", choose(workload, requests=num_prompts, users=users))
+        for users in max_concurrency or ()
+    ]
+    settings = Settings(
+        text_seed=time.time_ns(),
+        time_limit=time_limit,
+        limits=parse_limits(goodput) if goodput else None,
+    )
+    server = Server.parse(url, _key(api_key))
+    result = _run(measure_all(server, model, points, settings, _tell))
+    _write(output or Path(time.strftime("bench-sweep-%Y%m%d-%H%M%S.json")), result)
+    print(sweep_table(result))
+    return 0 if all(p["median"]["completed"] for p in result["points"]) else EXIT_FAILURES
 
 
 @app.command
@@ -142,6 +211,10 @@ def compare(first: Path, second: Path, /) -> int:
     print(f"A = {first}\nB = {second}")
     print(side_by_side(_load(first), _load(second)))
     return 0
+
+
+def _key(given: str | None) -> str | None:
+    return given or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
 
 
 def _load(path: Path) -> dict[str, Any]:
