@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
 from turnstile.core.fairness import QueuePolicy
 from turnstile.core.request import Sequence
+
+VictimPolicy = Callable[[Seq[Sequence], QueuePolicy, int], Sequence | None]
+"""Given those running in order of admission, the queue and ``pin_after``: who must go, if any.
+
+It may name the sequence that needs the page, which then waits itself.
+"""
 
 
 def choose_victim(running: Seq[Sequence], queue: QueuePolicy, pin_after: int) -> Sequence | None:

@@ -30,7 +30,7 @@ from turnstile.core.events import AnyEvent, WaitReason
 from turnstile.core.fairness import QueuePolicy
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
-from turnstile.core.preemption import choose_victim
+from turnstile.core.preemption import VictimPolicy, choose_victim
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.request import FinishReason, Request, Sequence, State
 from turnstile.core.settings import SchedulerConfig as SchedulerConfig
@@ -55,6 +55,7 @@ class Scheduler:
         *,
         prefix_caching: bool = True,
         cost: CostModel | None = None,
+        victim: VictimPolicy = choose_victim,
     ) -> None:
         self.config = config
         self.pool = pool
@@ -63,6 +64,7 @@ class Scheduler:
         self.queue = queue
         self.cache = PrefixCache(pool, enabled=prefix_caching)
         self.cost = cost or CostModel()
+        self.choose_victim = victim
         self.statistics = Statistics()
         self.running: list[Sequence] = []
         """In order of admission: the oldest first."""
@@ -194,7 +196,8 @@ class Scheduler:
         """Decide the next step and take the pages it needs. Empty when nothing can run."""
         self._expire(now)
         self._admit(now)
-        chunks = self._decode_chunks(now)
+        prompts_alone = self.config.separate_prefill and any(not s.decoding for s in self.running)
+        chunks = [] if prompts_alone else self._decode_chunks(now)
         chunks += self._prompt_chunks(chunks, now)
         planned = tuple(c for c in chunks if c.sequence.state is State.RUNNING)
         copies, self._copies = tuple(self._copies), []
@@ -361,7 +364,7 @@ class Scheduler:
                              "The KV cache ran out of pages.")
                 )  # fmt: skip
                 return False
-            victim = choose_victim(self.running, self.queue, self.config.pin_after)
+            victim = self.choose_victim(self.running, self.queue, self.config.pin_after)
             if victim is None:
                 return False
             self._preempt(victim, now)

@@ -24,6 +24,9 @@ class SchedulerConfig:
         Prompt tokens a step computes whatever the target says, so that newcomers progress.
     chunked_prefill
         False: a prompt is computed in one step, however long (for the lab).
+    separate_prefill
+        True: while a prompt has something to compute, a step computes prompts alone and everybody
+        who streams stands still, as servers did before chunks were mixed in (for the lab).
     max_skips
         How often others may overtake a sequence that does not fit yet.
     reserved_slots
@@ -41,6 +44,7 @@ class SchedulerConfig:
     target_itl: float | None = None
     min_chunk: int = 64
     chunked_prefill: bool = True
+    separate_prefill: bool = False
     max_skips: int = 16
     reserved_slots: int = 1
     pin_after: int = 3
