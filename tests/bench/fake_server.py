@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from turnstile.bench.http import Server
@@ -37,6 +38,9 @@ class Stream:
     async def end(self, prompt_tokens: int, output_tokens: int) -> None:
         usage = {"prompt_tokens": prompt_tokens, "completion_tokens": output_tokens}
         await self.data(json.dumps({"choices": [], "usage": usage}))
+        await self.done()
+
+    async def done(self) -> None:
         await self.data("[DONE]")
         self.writer.write(b"0\r\n\r\n")
         await self.writer.drain()
@@ -89,3 +93,31 @@ async def serving(script: Script) -> AsyncIterator[tuple[FakeServer, Server]]:
     listener = await asyncio.start_server(fake.handle, "127.0.0.1", 0)
     async with listener:
         yield fake, Server("127.0.0.1", listener.sockets[0].getsockname()[1])
+
+
+@contextmanager
+def in_a_thread(script: Script) -> Iterator[str]:
+    """The fake in a thread of its own, for the command line; yields its address."""
+    loop = asyncio.new_event_loop()
+    ready: list[str] = []
+    started = threading.Event()
+    stop = asyncio.Event()
+
+    async def go() -> None:
+        async with serving(script) as (_, server):
+            ready.append(f"http://{server.host}:{server.port}")
+            started.set()
+            await stop.wait()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(go()))
+    thread.start()
+    started.wait(10)
+    try:
+        yield ready[0]
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(10)
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(asyncio.sleep(0.01))
+        loop.close()

@@ -12,43 +12,8 @@ from hypothesis import strategies as st
 
 from turnstile.bench.corpus import Prose
 from turnstile.bench.http import BrokenResponseError, Response, Server
-from turnstile.bench.metrics import distribution, median_of, summarize
 from turnstile.bench.records import Attempt, read
-from turnstile.bench.report import table
 from turnstile.bench.workloads import WORKLOADS, choose, plan
-
-
-def test_percentiles_are_linear_and_over_the_samples_of_the_mean() -> None:  # B99
-    figures = distribution(ms / 1000 for ms in range(1, 101))
-    assert [figures[n] for n in ("mean", "p50", "p90", "p99")] == pytest.approx(
-        [50.5, 50.5, 90.1, 99.01]
-    )
-    assert figures["count"] == 100
-
-
-def test_one_sample_and_none_are_no_error() -> None:  # B99
-    assert distribution([0.25])["p99"] == 250
-    assert distribution([]) == {
-        "count": 0,
-        "mean": None,
-        "p50": None,
-        "p90": None,
-        "p99": None,
-        "min": None,
-        "max": None,
-    }
-
-
-def test_a_report_of_nothing_can_be_printed_and_few_samples_are_marked() -> None:
-    figures = summarize([], 1.0)
-    workload = {"name": "W4", "summary": "one user"}
-    assert "Successful requests:" in table(
-        {"workload": workload, "median": median_of([figures]), "repetitions": [figures]}
-    )
-    figures["ttft_ms"] = distribution([0.1] * 99)
-    printed = table({"workload": workload, "median": figures, "repetitions": [figures]})
-    assert "P99 TTFT (ms)*:" in printed
-
 
 BODY = b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n'
 CHUNKED = (

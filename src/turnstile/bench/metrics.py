@@ -48,10 +48,11 @@ Limits = dict[str, float]
 def distribution(samples: Iterable[float]) -> dict[str, float | int | None]:
     """Mean, percentiles and extremes in milliseconds of samples in seconds; None where empty."""
     values = np.fromiter(samples, dtype=np.float64) * 1000.0
-    names = ["mean", *(f"p{p}" for p in PERCENTS), "min", "max"]
+    names = ["mean", "std", *(f"p{p}" for p in PERCENTS), "min", "max"]
     if not len(values):
         return {"count": 0, **dict.fromkeys(names)}
-    numbers = [values.mean(), *np.percentile(values, PERCENTS), values.min(), values.max()]
+    ranks = np.percentile(values, PERCENTS)
+    numbers = [values.mean(), values.std(), *ranks, values.min(), values.max()]
     figures = {n: float(v) for n, v in zip(names, numbers, strict=True)}
     return {"count": len(values), **figures}
 

@@ -68,6 +68,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         for label, key in SERVER_ROWS:
             yield _row(label, figures["server"][key], "{:.2f}")
     yield "=" * WIDTH
+    yield "Latencies: completed requests; percentiles: linear."
     for reason, times in figures["reasons"].items():
         yield f"failed {times:.0f} ×: {reason}"
     for warning in figures["warnings"]:
