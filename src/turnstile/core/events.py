@@ -6,7 +6,8 @@ stream. Times are seconds on the clock that was passed in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 
@@ -65,6 +66,15 @@ class Forked(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Decoding(Event):
+    """All it knows is computed: the prompt, or, after a preemption, what was lost. From here on it
+    gets one token a step. ``computed`` tokens are in its pages.
+    """
+
+    computed: int
+
+
+@dataclass(frozen=True, slots=True)
 class Preempted(Event):
     """Lost its slot and pages to another; ``lost`` computed tokens are to be done again."""
 
@@ -97,4 +107,26 @@ class Stepped:
     seconds: float
 
 
-AnyEvent = Queued | Waiting | Admitted | Forked | Preempted | Finished | Stepped
+AnyEvent = Queued | Waiting | Admitted | Forked | Decoding | Preempted | Finished | Stepped
+
+Encoded = tuple[str, list[object]]
+"""An event as it travels: its class's name and its fields, in order."""
+
+_KINDS: dict[str, type[AnyEvent]] = {
+    kind.__name__: kind
+    for kind in (Queued, Waiting, Admitted, Forked, Decoding, Preempted, Finished, Stepped)
+}
+
+
+def encode(event: AnyEvent) -> Encoded:
+    """Turn an event into plain values."""
+    return type(event).__name__, [getattr(event, field.name) for field in fields(event)]
+
+
+def decode(kind: str, values: Sequence[object]) -> AnyEvent | None:
+    """Undo :func:`encode`; None for a kind or a shape that is not known here."""
+    known = _KINDS.get(kind)
+    if known is None or len(values) != len(fields(known)):
+        return None
+    event: AnyEvent = known(*values)  # type: ignore[arg-type]
+    return event

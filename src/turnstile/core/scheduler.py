@@ -276,6 +276,7 @@ class Scheduler:
         self.cache.count(sequence, cached)
         self.cache.start_writing(sequence)
         sequence.state = State.RUNNING
+        sequence.catching_up = True
         sequence.skipped = 0
         self.running.append(sequence)
         self._reserved_forks += sequence.fork_width - 1
@@ -443,6 +444,11 @@ class Scheduler:
             return [Progress(sequence, 0, (), FinishReason.LENGTH)]
         if not chunk.samples:
             return [Progress(sequence, sequence.num_outputs, ())] if chunk.score else []
+        if sequence.catching_up:
+            sequence.catching_up = False
+            self._events.append(
+                events.Decoding(now, sequence.request.id, sequence.index, sequence.computed)
+            )
         siblings = self._fork(sequence, now) if sequence.fork_width > 1 else []
         progress = []
         for sample, (member, token) in enumerate(

@@ -13,10 +13,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import fields
 
 from turnstile.core.admission import NeverFitsError
-from turnstile.core.events import AnyEvent
+from turnstile.core.events import encode
 from turnstile.core.plan import Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence
 from turnstile.core.scheduler import Scheduler
@@ -164,7 +163,7 @@ class StepLoop:
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
         members = [(c.sequence.request.id, c.sequence.index) for c in plan.chunks]
-        events = [_encoded(event) for event in self.scheduler.take_events()]
+        events = [encode(event) for event in self.scheduler.take_events()]
         if rows or members or events:
             snapshot = self._snapshot()
             self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
@@ -254,8 +253,3 @@ class StepLoop:
             tenants=scheduler.queue.counters(),
             cost=CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, scheduler.cost.samples),
         )
-
-
-def _encoded(event: AnyEvent) -> tuple[str, list[object]]:
-    """An event as the protocol carries it: its class's name and its fields, in order."""
-    return (type(event).__name__, [getattr(event, field.name) for field in fields(event)])
