@@ -6,7 +6,8 @@ import importlib
 import os
 import time
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.fairness import QUEUE_POLICIES
@@ -17,6 +18,10 @@ from turnstile.engine.executor import Executor
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.machine import available_memory, cpu_flags, usable_cpus
 from turnstile.engine.protocol import EngineInfo, StepResult
+
+if TYPE_CHECKING:
+    from turnstile.models.decoder import Decoder
+    from turnstile.models.source import ModelSource
 
 MODEST_POOL = 512 << 20
 """Bytes of the default KV pool on a CPU, unless the model's context needs more."""
@@ -44,21 +49,31 @@ def build_engine(
     return _build_real(config, epoch, report)
 
 
-def _build_real(
-    config: EngineConfig, epoch: int, report: Report
-) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model, its weights and the backend that computes it, as a configuration asks for them."""
+
+    source: ModelSource
+    decoder: Decoder
+    weight_format: str
+    threads: int
+
+
+def load_model(config: EngineConfig, report: Report = lambda stage, fraction: None) -> LoadedModel:
+    """Find the model, choose a backend for it and load the weights.
+
+    Raises
+    ------
+    ModelError, BackendError
+        With a sentence that says what to change.
+    """
     # Torch takes a second to import: only the process that computes pays for it.
     import torch
 
-    from turnstile.engine.batch import BatchBuilder
-    from turnstile.engine.runner import Runner
     from turnstile.kernels import create_backend
     from turnstile.models.decoder import Decoder
     from turnstile.models.source import resolve
-    from turnstile.text.grammar import GrammarCompiler
-    from turnstile.text.tokenizer import Tokenizer
 
-    began = time.monotonic()
     threads = config.threads or usable_cpus()
     device = config.device if config.device != "auto" else _best_device()
     name = None if config.backend == "auto" else config.backend
@@ -73,10 +88,23 @@ def _build_real(
     decoder = Decoder.load(
         source, backend, lambda done, total: report("weights", done / max(1, total))
     )
-    shape = decoder.kv_shape(config.page_size, 1)
-    page_bytes = backend.kv_page_bytes(shape)
+    return LoadedModel(source, decoder, weight_format, threads)
+
+
+def _build_real(
+    config: EngineConfig, epoch: int, report: Report
+) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
+    from turnstile.engine.batch import BatchBuilder
+    from turnstile.engine.runner import Runner
+    from turnstile.text.grammar import GrammarCompiler
+    from turnstile.text.tokenizer import Tokenizer
+
+    began = time.monotonic()
+    model = load_model(config, report)
+    source, decoder, backend = model.source, model.decoder, model.decoder.backend
+    page_bytes = backend.kv_page_bytes(decoder.kv_shape(config.page_size, 1))
     max_positions = source.config.max_positions
-    num_pages = pool_pages(config, page_bytes, max_positions, device)
+    num_pages = pool_pages(config, page_bytes, max_positions, str(backend.device))
     max_model_len = _max_model_len(config, max_positions, num_pages)
     kv = backend.allocate_kv(decoder.kv_shape(config.page_size, num_pages))
     builder = BatchBuilder(
@@ -98,12 +126,12 @@ def _build_real(
         num_pages=num_pages,
         kv_bytes=num_pages * page_bytes,
         kv_dtype=config.kv_cache_dtype or str(getattr(backend, "kv_dtype", "auto")),
-        weight_format=weight_format,
-        weight_bytes=source.config.num_parameters * _WEIGHT_BYTES[weight_format],
+        weight_format=model.weight_format,
+        weight_bytes=source.config.num_parameters * _WEIGHT_BYTES[model.weight_format],
         num_parameters=source.config.num_parameters,
         backend=backend.name,
         device=str(backend.device),
-        threads=threads,
+        threads=model.threads,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         admission=config.admission,
