@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable
 
 from turnstile.core.admission import NeverFitsError
+from turnstile.core.cost import CostModel as StepCostModel
+from turnstile.core.cost import StepCost
 from turnstile.core.events import encode
 from turnstile.core.plan import Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence
@@ -65,6 +67,9 @@ class StepLoop:
         self._busy = 0.0
         self._step_seconds = 0.0
         self._step_tokens = 0
+        # What a simulator needs to foretell a step's end: the pass and all that is around it.
+        self._turns = StepCostModel()
+        self._turn_began: float | None = None
 
     @property
     def has_work(self) -> bool:
@@ -144,6 +149,8 @@ class StepLoop:
 
     def step(self) -> None:
         """Plan, say what the last step did and who is in this one, compute it, commit it."""
+        turn_began = self._turn_began if self._turn_began is not None else self._clock()
+        self._turn_began = None
         plan = self.scheduler.plan(self._clock())
         for ended in self.scheduler.take_ended():
             self._add_row(ended, None)
@@ -159,6 +166,10 @@ class StepLoop:
         outcomes = [result.outcome for result in results]
         for progress in self.scheduler.commit(plan, outcomes, ended_at, self._step_seconds):
             self._add_row(progress, results[progress.chunk])
+        now = self._clock()
+        self._turns.observe(StepCost.of(plan), now - turn_began)
+        if self.scheduler.has_work:
+            self._turn_began = now
 
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
@@ -226,7 +237,6 @@ class StepLoop:
 
     def _snapshot(self) -> Snapshot:
         scheduler, pool, counted = self.scheduler, self.scheduler.pool, self.scheduler.statistics
-        fit = scheduler.cost.coefficients
         return Snapshot(
             time=self._clock(),
             step=counted.steps,
@@ -251,5 +261,11 @@ class StepLoop:
             step_tokens=self._step_tokens,
             waiting_by_reason=scheduler.waiting_by_reason,
             tenants=scheduler.queue.counters(),
-            cost=CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, scheduler.cost.samples),
+            cost=_fitted(scheduler.cost),
+            turn=_fitted(self._turns),
         )
+
+
+def _fitted(model: StepCostModel) -> CostModel:
+    fit = model.coefficients
+    return CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples)

@@ -148,6 +148,9 @@ class Snapshot(msgspec.Struct, array_like=True):
     tenants: dict[str, float] = {}
     """Virtual token counter of each tenant that is active."""
     cost: CostModel = CostModel()
+    """Of the forward passes alone."""
+    turn: CostModel = CostModel()
+    """Of whole turns of the loop: planning, committing and messages included."""
 
 
 class StepResult(msgspec.Struct, array_like=True, tag="step"):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
+from turnstile.engine.protocol import CostModel
 from turnstile.server.gate import StaticGate
 from turnstile.server.histogram import Histogram
 from turnstile.server.metrics import OUTCOMES, Metrics
@@ -75,6 +76,19 @@ def _waiting_by_reason(metrics: Metrics) -> Labelled:
     return {reason.value: 0 for reason in WaitReason} | dict(metrics.snapshot.waiting_by_reason)
 
 
+def _cost(field: str) -> Callable[[Metrics], Labelled]:
+    def read(metrics: Metrics) -> Labelled:
+        fit: CostModel = getattr(metrics.snapshot, field)
+        return {
+            "step": fit.alpha,
+            "token": fit.beta,
+            "query_key_pair": fit.gamma,
+            "sequence": fit.delta,
+        }
+
+    return read
+
+
 def _rejections(metrics: Metrics) -> Labelled:
     if metrics.gate is None:
         return dict.fromkeys(StaticGate.REASONS, 0)
@@ -111,6 +125,14 @@ SERIES: tuple[Series, ...] = (
     Series(kind="counter", name="steps", help="Forward passes.", read=_total("step")),
     Series(kind="counter", name="step_busy_seconds", help="Time spent in forward passes.",
            read=_total("busy_seconds")),
+    Series(kind="gauge", name="step_cost_seconds",
+           help="Fitted cost of a forward pass: per step, token, query-key pair and sequence.",
+           read=_cost("cost"), label="per"),
+    Series(kind="gauge", name="turn_cost_seconds",
+           help="The same of whole turns of the loop, with planning and messages.",
+           read=_cost("turn"), label="per"),
+    Series(kind="gauge", name="cost_samples", help="Steps the fit of turns was made from.",
+           read=lambda metrics: metrics.snapshot.turn.samples),
     Series(kind="counter", name="preemptions", help="Sequences that lost slot and pages.",
            read=_total("preemptions"), vllm="num_preemptions"),
     Series(kind="counter", name="evictions", help="Cached pages given to somebody else.",
