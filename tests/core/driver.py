@@ -192,8 +192,8 @@ class Driver:
         assert scheduler.num_waiting == 0
         assert scheduler.waiting_tokens == 0
         assert scheduler.waiting_by_reason == {}
-        assert scheduler._reserved_forks == 0
-        assert scheduler._free_slots == scheduler.config.max_num_seqs
+        assert scheduler.slots.reserved == 0
+        assert scheduler.slots.free == scheduler.config.max_num_seqs
         assert not scheduler._alive
         assert not scheduler.cache._writer_of
         assert not scheduler.cache._writes
@@ -222,7 +222,7 @@ class Driver:
         config, pool = self.scheduler.config, self.scheduler.pool
         running = len(self.scheduler.running)
         self.max_running = max(self.max_running, running)
-        assert running + self.scheduler._reserved_forks <= config.max_num_seqs
+        assert running + self.scheduler.slots.reserved <= config.max_num_seqs
         if config.chunked_prefill:
             assert plan.num_tokens <= config.max_num_batched_tokens
         sequences = [chunk.sequence for chunk in plan.chunks]

@@ -10,10 +10,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
+from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.request import Sequence
+from turnstile.core.settings import SchedulerConfig
 
 OLDEST_SHARE = 4
 """One part in this many of a tenant's share belongs to its oldest prompt."""
+
+
+def prompt_budget(config: SchedulerConfig, cost: CostModel, decodes: StepCost) -> int:
+    """Prompt tokens that a step may compute beside ``decodes``; 0 or less where there is no room.
+
+    Where somebody streams, the target inter-token latency bounds it, but never below
+    ``min_chunk``.
+    """
+    largest = config.max_num_batched_tokens
+    budget = largest
+    if config.target_itl is not None and decodes.tokens:
+        budget = cost.budget(config.target_itl, decodes, largest)
+    return min(max(budget - decodes.tokens, config.min_chunk), largest - decodes.tokens)
 
 
 def share_budget(

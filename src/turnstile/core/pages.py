@@ -159,6 +159,14 @@ class PagePool:
             self._refcount[page] = count + 1
             table.pages.append(page)
 
+    def fork(self, source: PageTable, target: PageTable, tokens: int) -> list[tuple[int, int]]:
+        """Let the empty ``target`` have the first ``tokens`` tokens of ``source``: full pages are
+        shared, the last partial one is to be copied. Returns the copies to make, at most one.
+        """
+        full, partial = divmod(tokens, self.page_size)
+        self.hold(target, source.pages[:full])
+        return [(source.pages[full], self.append(target))] if partial else []
+
     def publish(self, page: int) -> None:
         """Declare a held page's content final and findable: on release it is kept as cached."""
         if self._refcount[page] == 0:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 
 from turnstile.core.request import FinishReason, Sequence
 
@@ -52,6 +53,19 @@ class Plan:
     def __bool__(self) -> bool:
         return bool(self.chunks)
 
+    def check(self, outcomes: Seq[Outcome]) -> None:
+        """Raise :class:`ValueError` unless each outcome answers its chunk."""
+        if len(outcomes) != len(self.chunks):
+            raise ValueError(f"{len(self.chunks)} chunks but {len(outcomes)} outcomes.")
+        for chunk, outcome in zip(self.chunks, outcomes, strict=True):
+            if outcome.error is not None:
+                continue
+            draws = len(outcome.tokens)
+            if not (1 <= draws <= chunk.samples if chunk.drafts else draws == chunk.samples):
+                raise ValueError(
+                    f"{chunk.samples} draws were asked for, not {draws}, of {chunk.sequence}."
+                )
+
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
@@ -79,10 +93,3 @@ class Progress:
     """Which chunk of the plan it came from; -1 for none (a deadline, a cancel)."""
     sample: int = 0
     """Which draw of that chunk: the fork's place."""
-
-
-@dataclass(slots=True)
-class StepReport:
-    """All that a commit changed, in the order of the plan."""
-
-    progress: list[Progress] = field(default_factory=list)

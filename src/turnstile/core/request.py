@@ -170,6 +170,22 @@ class Sequence:
         """True when only the newest token is left to compute."""
         return len(self.tokens) - self.computed == 1 and self.fork_width == 1
 
+    def extend(
+        self, draws: Iterable[int], max_model_len: int
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append draws up to the one that ends the sequence; returns those taken, and why it ends
+        (None: it does not).
+        """
+        request, taken = self.request, []
+        for token in draws:
+            self.tokens.append(token)
+            taken.append(token)
+            if token in request.stop_ids and self.num_outputs > request.min_tokens:
+                return tuple(taken), FinishReason.STOP
+            if self.remaining == 0 or self.total >= max_model_len:
+                return tuple(taken), FinishReason.LENGTH
+        return tuple(taken), None
+
     def __repr__(self) -> str:
         return (
             f"Sequence({self.request.id}/{self.index} {self.state} "

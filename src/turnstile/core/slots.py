@@ -1,0 +1,51 @@
+"""The places in the batch: who has one, and how many are promised to forks."""
+
+from __future__ import annotations
+
+from turnstile.core.pages import AuditError
+from turnstile.core.request import Sequence
+
+
+class Slots:
+    """``limit`` places. A request with ``n > 1`` takes one, and reserves those of its siblings
+    until they fork.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.running: list[Sequence] = []
+        """In order of admission: the oldest first."""
+        self.reserved = 0
+        """Places of siblings to come."""
+
+    @property
+    def free(self) -> int:
+        """Places that nobody has and nobody was promised."""
+        return self.limit - len(self.running) - self.reserved
+
+    def take(self, sequence: Sequence) -> None:
+        """Give a place to a sequence, and promise those of its siblings."""
+        self.running.append(sequence)
+        self.reserved += sequence.fork_width - 1
+
+    def give_up(self, sequence: Sequence) -> None:
+        """A sequence leaves, and whoever it would have forked into."""
+        self.running.remove(sequence)
+        self.reserved -= sequence.fork_width - 1
+
+    def fork(self, leader: Sequence) -> int:
+        """The siblings come now: what was promised is free for them. Returns how many."""
+        siblings = leader.fork_width - 1
+        leader.fork_width = 1
+        self.reserved -= siblings
+        return siblings
+
+    def audit(self) -> None:
+        """Check the books; raises :class:`AuditError`."""
+        promised = sum(s.fork_width - 1 for s in self.running)
+        if promised != self.reserved:
+            raise AuditError(f"{promised} slots are promised to forks, counted {self.reserved}.")
+        if self.free < 0:
+            raise AuditError(
+                f"{len(self.running)} run and {self.reserved} are to, of {self.limit}."
+            )
