@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from turnstile.core import events
+from turnstile.core.events import AnyEvent, WaitReason, encode
 from turnstile.engine.client import (
     EngineClient,
     EngineState,
@@ -44,6 +46,7 @@ class _Sample:
     tokens: list[int]
     produced: int = 0
     done: bool = False
+    told_waiting: bool = False
 
 
 class FakeStream(Stream):
@@ -113,6 +116,7 @@ class FakeEngine(EngineClient):
         self._task: asyncio.Task[None] | None = None
         self._step = 0
         self._generated = 0
+        self._events: list[AnyEvent] = []
 
     async def start(self) -> EngineInfo:
         self.info, self.state = self.ready_info, EngineState.READY
@@ -145,6 +149,13 @@ class FakeEngine(EngineClient):
         stream = FakeStream(self, generation)
         self.streams.append(stream)
         self._queue += stream.samples
+        now = time.monotonic()
+        for sample in stream.samples:
+            # The real engine queues a group as one; every sample of this one is on its own.
+            self._events.append(
+                events.Queued(now, generation.request_id, sample.index, generation.tenant,
+                              len(generation.prompt))
+            )  # fmt: skip
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._loop())
         return stream
@@ -174,17 +185,30 @@ class FakeEngine(EngineClient):
                 sample.done = True
                 sample.stream.put(self._row(sample, [], finish="timeout"))
         self._queue = [sample for sample in self._queue if not sample.done]
-        events: list[tuple[str, list[object]]] = []
         while self._queue and len(self._running) < self.info.max_num_seqs:
             sample = self._queue.pop(0)
             self._running.append(sample)
-            events.append(("Admitted", [now, sample.stream.request_id, sample.index]))
+            generation = sample.stream.generation
+            self._events.append(
+                events.Admitted(now, generation.request_id, sample.index, generation.tenant,
+                                self.cached_tokens, 1, 0.0)
+            )  # fmt: skip
+        for sample in self._queue:
+            if not sample.told_waiting:
+                sample.told_waiting = True
+                self._events.append(
+                    events.Waiting(now, sample.stream.request_id, sample.index, WaitReason.SLOTS)
+                )
+        draws = len(self._running)
         for sample in self._running:
             if not sample.done:
                 self._advance(sample)
         self._running = [sample for sample in self._running if not sample.done]
         self._step += 1
-        self._say(self._running, events)
+        self._events.append(
+            events.Stepped(time.monotonic(), self._step, draws, 0, draws, draws, self.delay)
+        )
+        self._say(self._running)
 
     def _advance(self, sample: _Sample) -> None:
         generation = sample.stream.generation
@@ -216,10 +240,21 @@ class FakeEngine(EngineClient):
             sample.stream.put(self._row(sample, [token], **extras))
         sample.produced += 1
         self._generated += 1
+        if sample.produced == 1 and not sample.done:
+            self._events.append(
+                events.Decoding(time.monotonic(), generation.request_id, sample.index,
+                                len(generation.prompt))
+            )  # fmt: skip
 
     def _end(self, sample: _Sample, tokens: list[int], **fields: Any) -> None:
         sample.done = True
         sample.stream.put(self._row(sample, tokens, **fields))
+        generation = sample.stream.generation
+        self._events.append(
+            events.Finished(time.monotonic(), generation.request_id, sample.index,
+                            generation.tenant, fields["finish"], len(generation.prompt),
+                            sample.produced + len(tokens), self.cached_tokens, 0)
+        )  # fmt: skip
 
     def _logprobs(self, token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(-0.5, [((token + k) % 320, -0.5 - k) for k in range(count)])
@@ -228,15 +263,19 @@ class FakeEngine(EngineClient):
         fields["cached_tokens"] = self.cached_tokens
         return Row(sample.stream.request_id, sample.index, sample.produced, tokens, **fields)
 
-    def _say(
-        self, running: list[_Sample], events: list[tuple[str, list[object]]] | None = None
-    ) -> None:
+    def happen(self, *happened: AnyEvent) -> None:
+        """Something the fake does not do by itself: told with the next step."""
+        self._events += happened
+
+    def _say(self, running: list[_Sample]) -> None:
         assert self.info is not None
         pages = self.info.num_pages
         self.snapshot = Snapshot(
             time=time.monotonic(), step=self._step, running=len(running),
             waiting=len(self._queue), pages_total=pages, pages_held=len(running),
             pages_free=pages - len(running), generated_tokens=self._generated,
+            waiting_by_reason={"slots": len(self._queue)} if self._queue else {},
         )  # fmt: skip
+        happened, self._events = [encode(event) for event in self._events], []
         for listener in self._listeners:
-            listener(StepResult(self.epoch, self._step, [], [], self.snapshot, events or []))
+            listener(StepResult(self.epoch, self._step, [], [], self.snapshot, happened))

@@ -16,7 +16,7 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from turnstile.server import chat, completions, docs, info, tokenize
+from turnstile.server import chat, completions, docs, info, requests, tokenize
 from turnstile.server.access_log import log_access
 from turnstile.server.errors import ApiError, from_exception, internal_error
 from turnstile.server.exchange import Exchange
@@ -36,6 +36,8 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("POST", "/v1/chat/completions/render", chat.render),
     ("GET", "/v1/models", info.models),
     ("GET", "/v1/models/{name:path}", info.model_card),
+    ("GET", "/v1/requests", requests.requests),
+    ("GET", "/v1/requests/{id:path}", requests.request),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
     ("GET", "/tokenizer_info", info.tokenizer_info),

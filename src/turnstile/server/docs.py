@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from importlib import resources
 from typing import Any
 
@@ -10,6 +11,7 @@ import msgspec
 
 from turnstile import __version__
 from turnstile.server.exchange import Exchange
+from turnstile.server.requests import MAX_LIMIT, STATES
 from turnstile.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -64,19 +66,19 @@ def build_document() -> dict[str, Any]:
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for method, path, handler in ROUTES + DOCS_ROUTES:
-        shown = path.replace("{name:path}", "{name}")
+        shown = path.replace(":path}", "}")
         operation: dict[str, Any] = {
             "summary": (handler.__doc__ or "").strip().split("\n")[0],
-            "operationId": f"{method.lower()}{shown.replace('/', '_')}".replace("{name}", "name"),
+            "operationId": re.sub(r"\W", "", f"{method.lower()}{shown.replace('/', '_')}"),
             "responses": _responses(path, has_body=path in _BODIES),
         }
         if path in _BODIES:
             content = {"application/json": {"schema": by_kind[_BODIES[path]]}}
             operation["requestBody"] = {"required": True, "content": content}
-        if "{name" in path:
-            operation["parameters"] = [
-                {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-            ]
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in re.findall(r"{(\w+)}", shown)
+        ] + _QUERIES.get(path, [])
         if path in OPEN_PATHS:
             operation["security"] = []
         paths.setdefault(shown, {})[method.lower()] = operation
@@ -92,6 +94,12 @@ def build_document() -> dict[str, Any]:
     }
 
 
+_QUERIES: dict[str, list[dict[str, Any]]] = {
+    "/v1/requests": [
+        {"name": "state", "in": "query", "schema": {"type": "string", "enum": list(STATES)}},
+        {"name": "limit", "in": "query", "schema": {"type": "integer", "maximum": MAX_LIMIT}},
+    ]
+}
 _ERROR: dict[str, Any] = {
     "type": "object",
     "required": ["error"],
@@ -116,6 +124,6 @@ def _responses(path: str, *, has_body: bool) -> dict[str, Any]:
     for status, text in _REFUSALS.items():
         if has_body or status in ("401", "503"):
             answers[status] = {"description": text, "content": error}
-    if "{name" in path:
-        answers["404"] = {"description": "No such model.", "content": error}
+    if "{" in path:
+        answers["404"] = {"description": "There is nothing of this name.", "content": error}
     return answers

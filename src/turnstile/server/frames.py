@@ -71,6 +71,11 @@ class Frames(ABC):
         self._plain = not (wishes.logprobs or wishes.token_ids or wishes.continuous_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
+    @property
+    def answer_id(self) -> str:
+        """The ``id`` in every chunk."""
+        return self._head.id
+
     # -- streams ------------------------------------------------------------------------------
 
     def step(self, choice: Choice) -> bytes:

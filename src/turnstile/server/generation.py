@@ -26,6 +26,7 @@ from turnstile.server.parameters import final_max_tokens
 from turnstile.server.prompts import TokenizedPrompt
 from turnstile.server.service import Service
 from turnstile.server.sse import DONE, error_frames
+from turnstile.server.trails import RequestTrail
 from turnstile.server.usage import Record
 from turnstile.text.echo import echo_prompt
 from turnstile.text.output import TextOptions
@@ -157,6 +158,7 @@ class Answer:
                 self._service.jobs.pop(job.generation.request_id, None)
                 job.release(now)
             self._metrics.request_ended(record, self._outcome())
+            self._service.requests.closed(self._frames.answer_id, self._outcome(), now)
             self._note()
 
     def _outcome(self) -> str:
@@ -193,6 +195,13 @@ class Answer:
         for job, place in zip(jobs, gate.enter(works, now), strict=True):
             job.place = place
         self._record.accepted = now
+        exchange = self._exchange
+        service.requests.accepted(
+            RequestTrail(
+                exchange.id, self._frames.answer_id, exchange.path, exchange.tenant.name,
+                self._record, now,
+            )
+        )  # fmt: skip
         for job in jobs:
             service.jobs[job.generation.request_id] = (job, self._record)
             job.stream = service.engine.submit(job.generation)

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
+from turnstile.core.events import Admitted, decode
 from turnstile.engine.client import EngineClient, EngineState
 from turnstile.engine.protocol import StepResult
 from turnstile.server.auth import KeyRing
@@ -22,6 +23,7 @@ from turnstile.server.gate import Gate, StaticGate
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
 from turnstile.server.sse import KEEP_ALIVE
+from turnstile.server.trails import RequestLog
 from turnstile.server.usage import Record
 
 logger = logging.getLogger("turnstile.server")
@@ -74,6 +76,7 @@ class Service:
         self.live: set[Exchange] = set()
         self.jobs: dict[str, tuple[Job, Record]] = {}
         """What the engine works on, by its request id."""
+        self.requests = RequestLog()
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
@@ -131,18 +134,22 @@ class Service:
         return self._seeds.getrandbits(62)
 
     def _on_step(self, result: StepResult) -> None:
-        """Note who got a slot in this step: their wait is over."""
-        for kind, fields in result.events:
-            if kind.lower() != "admitted":
-                continue
-            time, request_id = fields[0], fields[1]
-            found = self.jobs.get(str(request_id))
-            if found is not None and isinstance(time, float):
-                job, record = found
-                if record.queued is None:
-                    record.queued = time
-                if job.place is not None:
-                    job.place.start(time)
+        """Let everybody who follows requests know what happened to them."""
+        happened = [e for kind, fields in result.events if (e := decode(kind, fields)) is not None]
+        for event in happened:
+            if isinstance(event, Admitted):
+                self._on_admitted(event)
+        self.requests.on_step(result, happened)
+
+    def _on_admitted(self, event: Admitted) -> None:
+        """Somebody got a slot in this step: their wait is over."""
+        found = self.jobs.get(event.request_id)
+        if found is not None:
+            job, record = found
+            if record.queued is None:
+                record.queued = event.time
+            if job.place is not None:
+                job.place.start(event.time)
 
     # -- live streams -----------------------------------------------------------------------
 

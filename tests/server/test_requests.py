@@ -1,0 +1,329 @@
+"""Every request can say why it waits, and where its time went; and only to those it concerns."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from server.served import Raw, Serve, Served, listening, until
+from turnstile.core import events
+from turnstile.core.events import AnyEvent, WaitReason, encode
+from turnstile.core.fairness import QUEUE_POLICIES
+from turnstile.engine.client import EngineState, Generation
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import Snapshot, StepResult
+from turnstile.server.requests import expected_order
+from turnstile.server.trails import Part, RequestLog, RequestTrail, SampleTrail
+from turnstile.server.usage import Record
+
+LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
+
+
+async def listed(served: Served, query: str = "", key: str = "") -> list[dict[str, Any]]:
+    headers = {"x-api-key": key} if key else {}
+    answer = await served.client.get(f"/v1/requests{query}", headers=headers)
+    assert answer.status_code == 200, answer.text
+    data: list[dict[str, Any]] = answer.json()["data"]
+    return data
+
+
+async def one(served: Served, name: str, key: str = "") -> dict[str, Any]:
+    headers = {"x-api-key": key} if key else {}
+    answer = await served.client.get(f"/v1/requests/{name}", headers=headers)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def check_times(told: dict[str, Any]) -> None:
+    assert sum(told["time"].values()) == pytest.approx(told["age_seconds"], abs=1e-4)
+
+
+def test_the_waiting_say_why_and_who_is_before_them(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(max_num_seqs=1, delay=0.002) as served, listening(served) as port:
+            clients = []
+            for k in range(4):
+                clients.append(await Raw.post(port, "/v1/completions", LONG))
+                await until(lambda k=k: len(served.engine.streams) == k + 1)  # type: ignore[misc]
+            await until(lambda: served.engine.snapshot.waiting == 3)
+            running = await listed(served, "?state=running")
+            waiting = await listed(served, "?state=waiting")
+            assert [told["state"] for told in running] == ["decode"]
+            assert running[0]["waits"] is None
+            assert [told["waits"]["position"] for told in waiting] == [1, 2, 3]
+            assert {told["waits"]["of"] for told in waiting} == {3}
+            assert {told["waits"]["reason"] for told in waiting} == {"slots"}
+            assert waiting[0]["waits"]["text"] == "All 1 slots are taken."
+            assert "2 are ahead of it" in waiting[2]["waits"]["text"]
+            assert waiting[2]["time"]["queue"] > 0
+            assert waiting[2]["time"]["prefill"] == 0
+            for client in clients:
+                client.reset()
+            await until(lambda: not served.service.requests.alive())
+            ended = await listed(served, "?state=ended")
+            assert [told["finish_reason"] for told in ended] == ["abort"] * 4
+
+    asyncio.run(test())
+
+
+def test_a_start_is_predicted_once_the_queue_has_moved(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(max_num_seqs=1, delay=0.001) as served:
+            body = {"max_tokens": 20, "ignore_eos": True}
+            tasks = [asyncio.create_task(served.complete(**body)) for _ in range(12)]
+            await until(lambda: served.engine._step > 0 and served.engine.snapshot.waiting < 9)
+            waiting = await listed(served, "?state=waiting")
+            predicted = [told["waits"]["predicted_start_seconds"] for told in waiting]
+            assert len(predicted) > 2
+            assert predicted == sorted(predicted)
+            assert predicted[0] > 0
+            for task in tasks:
+                await task
+
+    asyncio.run(test())
+
+
+def test_the_ended_say_where_their_time_went(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(delay=0.002) as served:
+            answer = await served.client.post(
+                "/v1/completions",
+                json={"prompt": "hello", "max_tokens": 6},
+                headers={"x-request-id": "mine/1"},
+            )
+            for name in ("mine/1", answer.json()["id"]):
+                told = await one(served, name)
+                assert told["state"] == "ended"
+                assert told["finish_reason"] == "length"
+                assert told["output_tokens"] == 6
+                assert told["time"]["decode"] > 0
+                check_times(told)
+                words = [note["event"] for note in told["events"]]
+                assert words[:3] == ["queued", "admitted", "decoding"]
+            missing = await served.client.get("/v1/requests/nobody")
+            assert missing.status_code == 404
+            assert missing.json()["error"]["code"] == "request_not_found"
+
+    asyncio.run(test())
+
+
+def test_a_tenant_sees_its_own_and_an_admin_all(serve: Serve) -> None:
+    async def test() -> None:
+        config = {"api_key": ["a-key", "b-key"], "admin_api_key": ["boss"]}
+        async with serve(config=config) as served:
+            for key in ("a-key", "b-key"):
+                headers = {"x-api-key": key, "x-request-id": f"of-{key}"}
+                await served.client.post(
+                    "/v1/completions", json={"prompt": "hi", "max_tokens": 1}, headers=headers
+                )
+            assert [told["id"] for told in await listed(served, key="a-key")] == ["of-a-key"]
+            assert len(await listed(served, key="boss")) == 2
+            await one(served, "of-b-key", key="boss")
+            foreign = await served.client.get(
+                "/v1/requests/of-b-key", headers={"x-api-key": "a-key"}
+            )
+            assert foreign.status_code == 404
+            assert (await served.client.get("/v1/requests")).status_code == 401
+
+    asyncio.run(test())
+
+
+def test_nothing_anybody_wrote_is_told(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve("the answer") as served:
+            await served.complete("my secret words", max_tokens=5, user="secret", stop="secret")
+            text = (await served.client.get("/v1/requests")).text
+            told = await one(served, (await listed(served))[0]["answer_id"])
+            assert "secret" not in text
+            assert "answer" not in str(told).replace("answer_id", "")
+
+    asyncio.run(test())
+
+
+def test_what_is_remembered_of_the_ended_is_bounded_and_holds_no_tokens(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            served.service.requests = log = RequestLog(keep=5)
+            for _ in range(12):
+                await served.complete(max_tokens=1)
+            ended = list(log.ended())
+            assert len(ended) == 5
+            assert all(trail.record is None for trail in ended)
+            assert not log.alive()
+            assert not log._by_engine_id
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("query", ["?state=asleep", "?limit=0", "?limit=x", "?limit=1001"])
+def test_a_wrong_query_names_its_limit(serve: Serve, query: str) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            answer = await served.client.get(f"/v1/requests{query}")
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] in ("state", "limit")
+
+    asyncio.run(test())
+
+
+def test_the_limit_is_kept_and_more_is_said(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            for _ in range(3):
+                await served.complete(max_tokens=1)
+            answer = (await served.client.get("/v1/requests?limit=2")).json()
+            assert len(answer["data"]) == 2
+            assert answer["has_more"]
+
+    asyncio.run(test())
+
+
+def test_while_the_engine_is_away_the_reason_is_the_engine(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(delay=0.002) as served, listening(served) as port:
+            client = await Raw.post(port, "/v1/completions", LONG)
+            await until(lambda: served.engine.snapshot.running == 1)
+            served.engine.held = True
+            served.engine.state = EngineState.RECOVERING
+            told = (await listed(served, "?state=alive"))[0]
+            assert told["state"] == "recovering"
+            assert told["waits"]["reason"] == "engine"
+            assert told["crashes"] == 1
+            client.reset()
+            await until(lambda: not served.service.requests.alive())
+
+    asyncio.run(test())
+
+
+# -- the log itself, on a clock of its own --------------------------------------------------
+
+
+class _Place:
+    def __init__(self, name: str, prompt: int, tenant: str, priority: int, arrival: float) -> None:
+        self.generation = Generation(
+            request_id=name, prompt=[1] * prompt, params=SamplingParams(), max_tokens=8, seed=1,
+            tenant=tenant, priority=priority, arrival=arrival,
+        )  # fmt: skip
+        self.num_prompt, self.num_output, self.cached_tokens = prompt, 0, 0
+
+
+def trail(
+    name: str, *, prompt: int = 10, tenant: str = "t", priority: int = 0, arrival: float = 0.0
+) -> RequestTrail:
+    record = Record(arrival)
+    record.jobs.append(_Place(name, prompt, tenant, priority, arrival))  # type: ignore[arg-type]
+    return RequestTrail(f"x-{name}", f"cmpl-{name}", "/v1/completions", tenant, record, arrival)
+
+
+def step(log: RequestLog, *happened: AnyEvent, epoch: int = 1, waiting: int = 1) -> None:
+    time = happened[-1].time
+    snapshot = Snapshot(time=time, waiting=waiting)
+    encoded = [encode(event) for event in happened]
+    log.on_step(StepResult(epoch, 1, [], [], snapshot, encoded), happened)
+
+
+def test_preemption_and_recomputation_have_their_own_times() -> None:
+    log = RequestLog()
+    log.accepted(mine := trail("a", prompt=100))
+    step(log, events.Queued(1.0, "a", 0, "t", 100))
+    step(log, events.Waiting(1.0, "a", 0, WaitReason.PAGES))
+    assert mine.leading().reason is WaitReason.PAGES
+    step(log, events.Admitted(3.0, "a", 0, "t", 0, 7, 3.0))
+    step(log, events.Decoding(4.5, "a", 0, 100))
+    step(log, events.Preempted(6.0, "a", 0, 120, 1))
+    assert mine.leading().waits
+    step(log, events.Admitted(8.0, "a", 0, "t", 96, 7, 2.0))
+    step(log, events.Decoding(8.5, "a", 0, 120))
+    step(log, events.Finished(10.0, "a", 0, "t", "length", 100, 30, 0, 1))
+    log.closed("cmpl-a", "length", 10.25)
+    times = mine.leading().times(10.25)
+    assert times == {
+        Part.QUEUE: 3.0, Part.PREFILL: 1.5, Part.DECODE: 3.0, Part.PREEMPTED: 2.0,
+        Part.RECOMPUTE: 0.5, Part.RECOVERY: 0.0,
+    }  # fmt: skip
+    assert sum(times.values()) == 10.0
+    assert mine.leading().recomputed == 24
+    assert mine.leading().preemptions == 1
+
+
+def test_the_time_of_a_crash_lasts_from_the_last_sign_of_life_to_the_next_slot() -> None:
+    log = RequestLog()
+    log.accepted(running := trail("a"))
+    log.accepted(queued := trail("b"))
+    step(log, events.Queued(0.0, "a", 0, "t", 10), events.Queued(0.0, "b", 0, "t", 10))
+    step(log, events.Admitted(1.0, "a", 0, "t", 0, 1, 1.0))
+    step(log, events.Decoding(2.0, "a", 0, 10))
+    log.engine_lost()
+    log.engine_lost()
+    assert running.leading().crashes == queued.leading().crashes == 1
+    step(
+        log, events.Queued(5.0, "a", 0, "t", 14), events.Queued(5.0, "b", 0, "t", 10), epoch=2
+    )  # fmt: skip
+    assert queued.leading().part is Part.QUEUE
+    step(log, events.Admitted(6.0, "a", 0, "t", 0, 1, 0.0), epoch=2)
+    step(log, events.Decoding(6.5, "a", 0, 14), epoch=2)
+    step(log, events.Finished(9.0, "a", 0, "t", "stop", 10, 8, 0, 0), epoch=2)
+    assert running.leading().times(9.0) == {
+        Part.QUEUE: 1.0, Part.PREFILL: 1.0, Part.DECODE: 2.5, Part.RECOVERY: 4.0,
+        Part.RECOMPUTE: 0.5, Part.PREEMPTED: 0.0,
+    }  # fmt: skip
+    assert running.leading().recomputed == 14
+    assert queued.leading().times(9.0)[Part.RECOVERY] == 3.0
+    assert queued.leading().recomputed == 0
+
+
+def test_a_crash_nobody_was_told_of_shows_with_the_next_epoch() -> None:
+    log = RequestLog()
+    log.accepted(mine := trail("a"))
+    step(log, events.Queued(0.0, "a", 0, "t", 10))
+    step(log, events.Admitted(1.0, "a", 0, "t", 0, 1, 1.0))
+    step(log, events.Queued(4.0, "a", 0, "t", 10), epoch=2)
+    assert mine.leading().part is Part.RECOVERY
+    assert mine.leading().crashes == 1
+
+
+def test_siblings_share_the_way_of_their_leader() -> None:
+    log = RequestLog()
+    log.accepted(mine := trail("a"))
+    step(log, events.Queued(0.0, "a", 0, "t", 10))
+    step(log, events.Admitted(1.0, "a", 0, "t", 0, 1, 1.0))
+    step(log, events.Decoding(2.0, "a", 0, 10), events.Forked(2.0, "a", 1, 0, 1))
+    step(log, events.Finished(3.0, "a", 0, "t", "stop", 10, 1, 0, 0))
+    step(log, events.Finished(5.0, "a", 1, "t", "stop", 10, 3, 0, 0))
+    first, second = mine.samples.values()
+    assert sum(first.times(5.0).values()) == 3.0
+    assert sum(second.times(5.0).values()) == 5.0
+    assert mine.leading() is second
+
+
+def test_notes_are_bounded() -> None:
+    log = RequestLog()
+    log.accepted(mine := trail("a"))
+    for k in range(500):
+        reason = (WaitReason.PAGES, WaitReason.SLOTS)[k % 2]
+        step(log, events.Waiting(float(k), "a", 0, reason))
+    assert len(mine.notes) < 100
+    assert len(mine.notes) + mine.more_notes == 500
+
+
+def order(policy: str, trails: list[RequestTrail], tenants: dict[str, float]) -> list[str]:
+    waiting: dict[tuple[str, int], tuple[RequestTrail, SampleTrail]] = {
+        key: (trail, sample) for trail in trails for key, sample in trail.samples.items()
+    }
+    return [key[0] for key in expected_order(QUEUE_POLICIES[policy](), waiting, tenants)]
+
+
+def test_the_order_is_that_of_the_policy() -> None:
+    flood = [trail(f"a{k}", prompt=100, tenant="a", arrival=float(k)) for k in range(3)]
+    late = [trail(f"b{k}", prompt=10, tenant="b", arrival=9.0 + k) for k in range(2)]
+    urgent = trail("u", prompt=10, tenant="a", priority=-1, arrival=9.5)
+    trails = [*flood, *late, urgent]
+    assert order("fcfs", trails, {}) == ["a0", "a1", "a2", "b0", "u", "b1"]
+    assert order("priority", trails, {}) == ["u", "a0", "a1", "a2", "b0", "b1"]
+    fair = order("fair", trails, {"a": 500.0, "b": 480.0})
+    assert fair[:3] == ["b0", "b1", "u"]
+    assert fair[3:] == ["a0", "a1", "a2"]
+    assert order("fair", trails, {"a": 0.0, "b": 480.0})[0] == "u"
