@@ -98,9 +98,11 @@ def _run(
     from turnstile.server.run import run
     from turnstile.server.service import Service
     from turnstile.server.startup import load_model
+    from turnstile.server.trace import Trace
 
     environment: dict[str, object] = {"engine_config": vars(engine_config)}
-    service = Service(config, engine, environment=environment)
+    trace = Trace(config.trace, config.trace_max_bytes) if config.trace else None
+    service = Service(config, engine, environment=environment, trace=trace)
     logger.info("Listening at %s, loading %s", url, source.name)
     bar = LoadingBar(config)
 
@@ -114,6 +116,8 @@ def _run(
         )
     finally:
         bar.close()
+        if trace is not None:
+            trace.close()
 
 
 def make_engine(config: EngineConfig) -> EngineClient:

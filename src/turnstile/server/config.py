@@ -81,6 +81,10 @@ class ServerConfig:
     """Write no line per request."""
     disable_access_log_for_endpoints: str = "/health,/livez,/readyz,/ping,/metrics"
     """Paths without a line per request, separated by commas."""
+    trace: str | None = None
+    """File to write the timeline of steps and requests to, for Perfetto (ui.perfetto.dev)."""
+    trace_max_bytes: int = 256 * 2**20
+    """Size at which the trace is turned over to FILE.1; at most twice this is on disk."""
     enable_docs: bool = True
     """Serve /docs and /openapi.json."""
 
@@ -94,6 +98,8 @@ class ServerConfig:
             raise ConfigError("An API key has characters that no HTTP header can carry.")
         if self.max_body_size < 1024:
             raise ConfigError("--max-body-size is below 1 KiB; no request fits.")
+        if self.trace_max_bytes < 2**16:
+            raise ConfigError("--trace-max-bytes is below 64 KiB; a trace is larger than that.")
         exposed = self.uds is None and not is_loopback(self.host)
         if exposed and not self.api_key and not self.allow_unauthenticated:
             raise ConfigError(

@@ -23,6 +23,7 @@ from turnstile.server.gate import Gate, StaticGate
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
 from turnstile.server.sse import KEEP_ALIVE
+from turnstile.server.trace import Trace
 from turnstile.server.trails import RequestLog
 from turnstile.server.usage import Record
 
@@ -56,6 +57,7 @@ class Service:
         engine: EngineClient,
         *,
         environment: dict[str, object] | None = None,
+        trace: Trace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -77,6 +79,7 @@ class Service:
         self.jobs: dict[str, tuple[Job, Record]] = {}
         """What the engine works on, by its request id."""
         self.requests = RequestLog()
+        self.requests.observer = self._trace = trace
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
@@ -140,6 +143,8 @@ class Service:
             if isinstance(event, Admitted):
                 self._on_admitted(event)
         self.requests.on_step(result, happened)
+        if self._trace is not None:
+            self._trace.on_step(result, happened)
 
     def _on_admitted(self, event: Admitted) -> None:
         """Somebody got a slot in this step: their wait is over."""

@@ -12,11 +12,15 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from turnstile.core import events
 from turnstile.core.events import AnyEvent, WaitReason
 from turnstile.engine.protocol import StepResult
 from turnstile.server.usage import Record
+
+SampleKey = tuple[str, int]
+"""Engine request id and sample index."""
 
 KEPT = 1000
 """Ended requests that are remembered."""
@@ -76,10 +80,9 @@ class SampleTrail:
         self.part, self.since = part, max(now, self.since)
 
     def end(self, finish: str, now: float) -> None:
-        """It has ended. Said twice, the first time counts."""
-        if self.ended is None:
-            self.move(self.part, now)
-            self.finish, self.ended = finish, self.since
+        """It has ended."""
+        self.move(self.part, now)
+        self.finish, self.ended = finish, self.since
 
     def times(self, now: float) -> dict[Part, float]:
         """Seconds in every part up to ``now``; they add up to the sample's life."""
@@ -172,8 +175,6 @@ class RequestTrail:
 
     def close(self, outcome: str, now: float) -> None:
         """The answer is complete or given up: keep figures only, no text and no tokens."""
-        for sample in self.samples.values():
-            sample.end(outcome, now)
         self.counts = self.tokens()
         self.record = None
         self.outcome, self.ended = outcome, now
@@ -183,6 +184,18 @@ def _behind(sample: SampleTrail) -> tuple[int, float]:
     if sample.ended is not None:
         return (len(_ORDER), -sample.ended)
     return (_ORDER[sample.part], sample.since)
+
+
+class Observer(Protocol):
+    """Somebody who draws the ways of samples while they are gone."""
+
+    def part_ended(
+        self, trail: RequestTrail, key: SampleKey, part: Part, began: float, ended: float
+    ) -> None:
+        """A sample has left a part of its way."""
+
+    def request_ended(self, trail: RequestTrail) -> None:
+        """A request has ended, and its trail is closed."""
 
 
 class RequestLog:
@@ -204,6 +217,7 @@ class RequestLog:
         self.heard: float | None = None
         """When the engine last gave a sign of life."""
         self._starts: deque[float] = deque(maxlen=_RATE_WINDOW)
+        self.observer: Observer | None = None
 
     # -- queries ------------------------------------------------------------------------------
 
@@ -244,7 +258,12 @@ class RequestLog:
             return
         for engine_id, _ in trail.samples:
             self._by_engine_id.pop(engine_id, None)
+        for key, sample in trail.samples.items():
+            if sample.ended is None:
+                self._end(trail, key, outcome, now)
         trail.close(outcome, now)
+        if self.observer is not None:
+            self.observer.request_ended(trail)
         self._ended[answer_id] = trail
         while len(self._ended) > self._keep:
             self._ended.popitem(last=False)
@@ -276,10 +295,10 @@ class RequestLog:
         self._lost = True
         self._starts.clear()
         for trail in self._alive.values():
-            for sample in trail.samples.values():
+            for key, sample in trail.samples.items():
                 if sample.ended is None:
                     at = max(self.heard or 0.0, sample.since)
-                    sample.move(Part.RECOVERY, at)
+                    self._move(trail, key, Part.RECOVERY, at)
                     sample.crashes += 1
                     trail.note(at, "engine_lost")
 
@@ -301,30 +320,41 @@ class RequestLog:
                 sample.expected = event.tokens
                 sample.reason = WaitReason.QUEUED
                 if sample.part is Part.RECOVERY and not sample.slotted:
-                    sample.move(Part.QUEUE, now)
+                    self._move(trail, key, Part.QUEUE, now)
                 trail.note(now, "queued", tokens=event.tokens)
             case events.Waiting():
                 sample.reason = event.reason
                 trail.note(now, "waiting", reason=str(event.reason))
             case events.Admitted():
-                _admit(sample, event)
+                if sample.slotted:
+                    sample.recomputed += max(0, sample.expected - event.cached)
+                part = Part.RECOMPUTE if sample.slotted else Part.PREFILL
+                self._move(trail, key, part, now)
+                sample.slotted = True
                 trail.note(now, "admitted", cached_tokens=event.cached, pages=event.pages)
             case events.Decoding():
-                sample.move(Part.DECODE, now)
+                self._move(trail, key, Part.DECODE, now)
                 trail.note(now, "decoding", computed_tokens=event.computed)
             case events.Preempted():
-                sample.move(Part.PREEMPTED, now)
+                self._move(trail, key, Part.PREEMPTED, now)
                 sample.reason = WaitReason.PREEMPTED
                 sample.preemptions += 1
                 sample.expected = event.lost
                 trail.note(now, "preempted", lost_tokens=event.lost)
             case events.Finished():
-                sample.end(event.reason, now)
+                self._end(trail, key, event.reason, now)
                 trail.note(now, "finished", reason=event.reason)
 
+    def _move(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
+        sample = trail.samples[key]
+        before, began = sample.part, sample.since
+        sample.move(part, now)
+        if self.observer is not None:
+            self.observer.part_ended(trail, key, before, began, sample.since)
 
-def _admit(sample: SampleTrail, event: events.Admitted) -> None:
-    if sample.slotted:
-        sample.recomputed += max(0, sample.expected - event.cached)
-    sample.move(Part.RECOMPUTE if sample.slotted else Part.PREFILL, event.time)
-    sample.slotted = True
+    def _end(self, trail: RequestTrail, key: SampleKey, finish: str, now: float) -> None:
+        sample = trail.samples[key]
+        began = sample.since
+        sample.end(finish, now)
+        if self.observer is not None:
+            self.observer.part_ended(trail, key, sample.part, began, sample.since)

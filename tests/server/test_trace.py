@@ -1,0 +1,169 @@
+"""The trace can be opened at any moment, tells what happened, and has bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from server.served import Serve
+from server.test_requests import step, trail
+from turnstile.core import events
+from turnstile.engine.protocol import Snapshot, StepResult
+from turnstile.server.config import ConfigError, ServerConfig
+from turnstile.server.trace import Trace
+from turnstile.server.trails import RequestLog
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, checked for what Perfetto needs to show them."""
+    told: list[dict[str, Any]] = json.loads(path.read_text())
+    for event in told:
+        assert event["ph"] in "MXCbe"
+        assert isinstance(event["pid"], int)
+        assert event["name"]
+        if event["ph"] != "M":
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+    opened = Counter((e["id"], e["name"]) for e in told if e["ph"] == "b")
+    closed = Counter((e["id"], e["name"]) for e in told if e["ph"] == "e")
+    assert opened == closed
+    return told
+
+
+def spans(told: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
+    began = {e["name"]: e["ts"] for e in told if e["ph"] == "b"}
+    return {e["name"]: (began[e["name"]], e["ts"]) for e in told if e["ph"] == "e"}
+
+
+def test_steps_requests_and_counters_are_in_the_trace(serve: Serve, tmp_path: Path) -> None:
+    async def test() -> None:
+        async with serve(delay=0.001) as served:
+            served.service._trace = served.service.requests.observer = trace
+            answers = await asyncio.gather(
+                *(served.complete("a secret", max_tokens=5) for _ in range(3))
+            )
+            assert {answer.status_code for answer in answers} == {200}
+            trace.close()
+
+    path = tmp_path / "trace.json"
+    trace = Trace(str(path), 2**20)
+    asyncio.run(test())
+    told = read(path)
+    steps = [event for event in told if event["ph"] == "X"]
+    assert sum(event["args"]["draws"] for event in steps) == 15
+    assert {event["name"] for event in told if event["ph"] == "C"} == {"pages", "sequences"}
+    requests = [event for event in told if event["ph"] == "b" and "tenant" in event.get("args", {})]
+    assert len(requests) == 3
+    assert {event["args"]["output_tokens"] for event in requests} == {5}
+    assert {"queue", "decode"} <= {event["name"] for event in told}
+    assert "secret" not in path.read_text()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_the_parts_of_a_request_lie_within_it_and_do_not_overlap(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    log = RequestLog()
+    log.observer = trace = Trace(str(path), 2**20, began=0.0)
+    log.accepted(trail("a"))
+    step(log, events.Queued(0.0, "a", 0, "t", 10))
+    step(log, events.Admitted(1.0, "a", 0, "t", 0, 1, 1.0))
+    step(log, events.Decoding(2.0, "a", 0, 10))
+    step(log, events.Preempted(3.0, "a", 0, 12, 1))
+    step(log, events.Admitted(4.0, "a", 0, "t", 0, 1, 1.0))
+    step(log, events.Queued(6.0, "a", 0, "t", 12), epoch=2)
+    step(log, events.Finished(7.0, "a", 0, "t", "abort", 10, 2, 0, 1), epoch=2)
+    log.closed("cmpl-a", "abort", 7.5)
+    trace.close()
+    told = spans(read(path))
+    assert told == {
+        "queue": (0, 1_000_000),
+        "prefill": (1_000_000, 2_000_000),
+        "decode": (2_000_000, 3_000_000),
+        "preempted": (3_000_000, 4_000_000),
+        "recovery": (4_000_000, 7_000_000),
+        "x-a": (0, 7_500_000),
+    }
+
+
+def stepped(trace: Trace, number: int) -> None:
+    event = events.Stepped(float(number), number, 4, 0, 4, 4, 0.01)
+    trace.on_step(StepResult(1, number, [], [], Snapshot(time=float(number))), [event])
+
+
+def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    trace = Trace(str(path), 2**20, began=0.0)
+    assert len(read(path)) == 2, "it names its tracks from the start"
+    stepped(trace, 1)
+    end = time.monotonic() + 10
+    while not any(event["ph"] == "X" for event in read(path)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    trace.close()
+
+
+def test_a_full_file_is_turned_over_and_the_disk_is_bounded(tmp_path: Path) -> None:
+    path, most = tmp_path / "trace.json", 2**16
+    trace = Trace(str(path), most, began=0.0)
+    last = 0
+    for number in range(4000):
+        stepped(trace, number)
+        if number % 200 == 0:
+            end = time.monotonic() + 10
+            while trace._pending and time.monotonic() < end:
+                time.sleep(0.005)
+        last = number
+    trace.close()
+    older = tmp_path / "trace.json.1"
+    assert path.stat().st_size <= most + 2**15
+    assert older.stat().st_size <= most + 2**15
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.json", "trace.json.1"]
+    steps = [e["args"]["step"] for p in (older, path) for e in read(p) if e["ph"] == "X"]
+    assert steps == list(range(steps[0], last + 1))
+
+
+def test_a_disk_that_stands_still_costs_a_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnstile.server.trace.MAX_PENDING", 50)
+    monkeypatch.setattr("turnstile.server.trace._GATHER", 60.0)
+    trace = Trace(str(tmp_path / "trace.json"), 2**20, began=0.0)
+    for number in range(200):
+        stepped(trace, number)
+    assert len(trace._pending) <= 50
+    assert trace.dropped > 100
+    trace.close()
+
+
+def test_a_full_disk_ends_the_trace_and_nothing_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = Trace(str(tmp_path / "trace.json"), 2**20, began=0.0)
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("turnstile.server.trace.os.pwrite", full)
+    stepped(trace, 1)
+    end = time.monotonic() + 10
+    while "The trace ends here" not in caplog.text:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    stepped(trace, 2)
+    trace.close()
+    assert trace.dropped == 1
+
+
+def test_a_trace_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="Cannot write the trace"):
+        Trace(str(tmp_path / "no" / "such" / "folder"), 2**20)
+    with pytest.raises(ConfigError, match="trace-max-bytes"):
+        ServerConfig(trace_max_bytes=10).check()
