@@ -159,7 +159,20 @@ static void linear_of(const LinearTask& task) {
   }
 }
 
+}  // namespace turnstile::TURNSTILE_LEVEL
+
+#if defined(__AMX_TILE__)
+#include "isa/linear_amx.h"
+#endif
+
+namespace turnstile::TURNSTILE_LEVEL {
+
 static void linear(const LinearTask& task) {
+#if defined(__AMX_TILE__)
+  const Format format = task.weights->format;
+  if (format == Format::int8 && fits_tiles<Int8Tiles>(task)) return linear_in_tiles<Int8Tiles>(task);
+  if (format == Format::bfloat16 && fits_tiles<Bfloat16Tiles>(task)) return linear_in_tiles<Bfloat16Tiles>(task);
+#endif
   switch (task.weights->format) {
     case Format::int8: return linear_of<Int8Dot>(task);
     case Format::bfloat16: return linear_of<Bfloat16Dot>(task);
