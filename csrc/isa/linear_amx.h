@@ -57,23 +57,35 @@ INLINE bool fits_tiles(const LinearTask& task) {
   return !Tiles::exact_in_any_order || task.last_row - task.first_row > kFewRows;
 }
 
+// The rows of one panel are finished while the tiles of the next are multiplied: the two use different
+// units of the processor, and the first takes as long as the second.
 template <class Tiles>
 static void linear_in_tiles(const LinearTask& task) {
   const Weights& weights = *task.weights;
-  alignas(64) int32_t raw[kAmxRows * kPanel];
+  alignas(64) int32_t raw[2][kAmxRows * kPanel];
   for (int first = task.first_row; first < task.last_row; first += kAmxRows) {
     const int count = task.last_row - first < kAmxRows ? task.last_row - first : kAmxRows;
     const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
     const bool cold = first == task.first_row;
+    const int blocks = weights.steps / kTile;
+    const int share = (count + blocks - 1) / blocks;  // rows finished beside one block
     shape_tiles(count);
     for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
       const uint8_t* data = weights.data + static_cast<size_t>(panel) * weights.steps * kStepBytes;
+      const int32_t* before = raw[(panel + 1) & 1];
+      const auto finish = [&](int block) {
+        if (panel == task.first_panel) return;
+        const int last = (block + 1) * share < count ? (block + 1) * share : count;
+        for (int row = block * share; row < last; ++row)
+          finish_row(task, before + row * kPanel, first + row, panel - 1);
+      };
       if (count > kTile)
-        Tiles::template block<true>(input, task.input_stride, data, weights.steps, cold, raw);
+        Tiles::template block<true>(input, task.input_stride, data, weights.steps, cold, raw[panel & 1], finish);
       else
-        Tiles::template block<false>(input, task.input_stride, data, weights.steps, cold, raw);
-      for (int row = 0; row < count; ++row) finish_row(task, raw + row * kPanel, first + row, panel);
+        Tiles::template block<false>(input, task.input_stride, data, weights.steps, cold, raw[panel & 1], finish);
     }
+    const int last = task.last_panel - 1;
+    for (int row = 0; row < count; ++row) finish_row(task, raw[last & 1] + row * kPanel, first + row, last);
   }
   _tile_release();
 }
