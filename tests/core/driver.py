@@ -131,6 +131,7 @@ class Driver:
         self.model = FakeModel(scheduler.pool.page_size)
         self.now = 0.0
         self.outputs: dict[tuple[str, int], list[int]] = defaultdict(list)
+        self.submitted: set[tuple[str, int]] = set()
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[tuple[str, int], str | None] = {}
         self.events: list[AnyEvent] = []
@@ -142,6 +143,7 @@ class Driver:
     def submit(self, request: Request, **settings: object) -> Sequence:
         sequence = self.scheduler.submit(request, now=self.now, **settings)  # type: ignore[arg-type]
         self.outputs[request.id, sequence.index] += sequence.outputs
+        self.submitted |= {(request.id, sequence.index + k) for k in range(sequence.fork_width)}
         return sequence
 
     def cancel(self, request_id: str, sample: int | None = None) -> None:
@@ -216,7 +218,12 @@ class Driver:
                     assert after in (Admitted, Finished), (key, seen)
                 if kind is Admitted:
                     assert after is not Admitted, (key, seen)
-        assert set(kinds) == set(self.finished)
+        assert set(self.finished) == self.submitted
+        for request_id, index in self.submitted - set(kinds):
+            # Ended with the sample it would have forked from.
+            assert index > 0
+            assert not self.outputs[request_id, index]
+            assert self.finished[request_id, index] is self.finished[request_id, 0]
 
     def _check_plan(self, plan: Plan) -> None:
         config, pool = self.scheduler.config, self.scheduler.pool

@@ -76,8 +76,7 @@ def load(
             driver.step()
         if requests and rng.random() < 0.1:
             request = rng.choice(list(requests.values()))
-            live = driver.scheduler.sequences(request.id)
-            cancelled |= {(s.request.id, s.index) for s in live}
+            cancelled |= {(request.id, i) for i in range(request.n)} - set(driver.finished)
             driver.cancel(request.id)
     driver.run()
     for key, reason in driver.finished.items():

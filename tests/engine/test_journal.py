@@ -60,20 +60,31 @@ def test_the_first_sample_of_a_group_is_cancelled_only_once_the_others_live_with
     assert journal.take(Row("r", 1, 0, [2])) is not None
 
 
-def test_the_end_of_a_group_that_has_not_forked_is_the_end_of_all_its_samples() -> None:
-    journal = journal_of(n=3)
-    journal.take(Row("r", 0, 0, [], finish="timeout"))
-    assert [row.sample_index for row in journal.implied] == [1, 2]
-    for row in journal.implied:
-        assert journal.take(row) is not None
-    assert not journal.entries
+def test_a_report_of_the_charge_before_the_fork_ends_nobody_and_is_kept() -> None:
+    journal = journal_of(n=2)
+    assert journal.cancel("r", 0, "abort") is None
+    assert journal.take(Row("r", 0, 0, [], charged=2.0)) is None
+    assert journal.cancels == [], "sample 0 stands for sample 1 until they fork"
+    journal.restart({"default": 40.0})
+    (submit,) = journal.entries["r"].submits()
+    assert (submit.n, submit.charged, submit.served) == (2, 2.0, 40.0)
+
+
+def test_only_what_was_in_an_engine_goes_on_from_its_tenants_counter() -> None:
+    journal = Journal()
+    for name, tenant in (("a", "busy"), ("b", "quiet")):
+        journal.add(generation(name, [1, 2], 10, tenant=tenant))
+    journal.restart({"busy": 70.0})
+    journal.add(generation("c", [1, 2], 10, tenant="busy"))
+    served = {name: entry.submits()[0].served for name, entry in journal.entries.items()}
+    assert served == {"a": 70.0, "b": None, "c": None}
 
 
 def test_prompt_logprobs_repeated_by_a_new_engine_are_news_only_from_where_they_ended() -> None:
     journal = journal_of()
     scores = [TokenLogprobs(-float(k)) for k in range(6)]
     journal.take(Row("r", 0, 0, [], prompt_logprobs=scores[:3]))
-    journal.restart()
+    journal.restart({})
     assert journal.take(Row("r", 0, 0, [], prompt_logprobs=scores[:2])) is None
     row = journal.take(Row("r", 0, 0, [], prompt_logprobs=scores[2:]))
     assert row is not None

@@ -116,8 +116,10 @@ class QueuePolicy(ABC):
 
     # -- the books: policies without tenants keep none ---------------------------------------------
 
-    def arrive(self, sequence: Sequence) -> None:  # noqa: B027
-        """A sequence becomes alive (waiting or running)."""
+    def arrive(self, sequence: Sequence, served: float | None = None) -> None:  # noqa: B027
+        """A sequence becomes alive (waiting or running). ``served`` is its tenant's counter where
+        the sequence was alive before, if it was.
+        """
 
     def leave(self, sequence: Sequence) -> None:  # noqa: B027
         """A sequence is finished."""
@@ -208,7 +210,8 @@ class FairQueue(QueuePolicy):
     Every tenant has a virtual token counter: uncached prompt tokens at admission and 2 for each
     output token, divided by the tenant's weight. A tenant that comes back is lifted to the least
     counter among active tenants (so that idling saves up nothing), or, if nobody is active, to
-    that of the last one that was.
+    that of the last one that was. One whose work goes on after the engine was restarted goes on
+    from the counter it had there: it was not idle.
 
     ``ageing`` is how many seconds of waiting outweigh one level of priority. It makes the place
     of a sequence a constant, ``arrival + ageing · priority``: nothing is ever re-sorted, and
@@ -281,12 +284,14 @@ class FairQueue(QueuePolicy):
 
     # -- the books --------------------------------------------------------------------------------
 
-    def arrive(self, sequence: Sequence) -> None:
+    def arrive(self, sequence: Sequence, served: float | None = None) -> None:
         tenant = self._tenant(sequence)
         tenant.weight = sequence.request.weight
         if tenant.alive == 0:
-            least = self._least_active()
-            tenant.served = max(tenant.served, self._last_active if least is None else least)
+            if served is None:
+                least = self._least_active()
+                served = self._last_active if least is None else least
+            tenant.served = max(tenant.served, served)
             if not tenant.in_active:
                 tenant.in_active = True
                 heapq.heappush(self._active, (tenant.served, tenant.name))

@@ -24,6 +24,10 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+class DuplicateRequestError(ValueError):
+    """A sample with this request id and index is alive already."""
+
+
 class State(StrEnum):
     """Where a sequence is. A preempted sequence is ``WAITING`` again."""
 

@@ -34,7 +34,7 @@ from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.preemption import VictimPolicy, choose_victim
 from turnstile.core.prefix_cache import PrefixCache
-from turnstile.core.request import FinishReason, Request, Sequence, State
+from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
 from turnstile.core.settings import SchedulerConfig as SchedulerConfig
 from turnstile.core.settings import Statistics as Statistics
 from turnstile.core.slots import Slots
@@ -128,14 +128,25 @@ class Scheduler:
         outputs: Seq[int] = (),
         sample_index: int = 0,
         charged: float = 0.0,
+        served: float | None = None,
         now: float,
     ) -> Sequence:
         """Queue a request, or one sample of it with the ``outputs`` it has already.
+
+        Parameters
+        ----------
+        charged
+            What its tenant has paid for it elsewhere. More than 0: the prompt is paid for.
+        served
+            For what ran elsewhere: the tenant's virtual counter there, from which it goes on. The
+            tenant never was idle, so it is not lifted. None: like everybody who arrives.
 
         Raises
         ------
         NeverFitsError
             It could not run even on an empty machine.
+        DuplicateRequestError
+            The id is that of a request, or the id and index those of a sample, that is alive.
         """
         check_fits(request, self.config.max_model_len, self.pool.num_pages, self.pool.page_size)
         if request.n > self.config.max_num_seqs:
@@ -144,17 +155,19 @@ class Scheduler:
                 "sequences at once.",
                 "max_num_seqs",
             )
+        fork_width = 1 if outputs or sample_index else request.n
+        self._refuse_duplicate(request.id, range(sample_index, sample_index + fork_width))
         sequence = self._new_sequence(request, sample_index, outputs, charged)
-        sequence.fork_width = 1 if outputs or sample_index else request.n
+        sequence.fork_width = fork_width
         sequence.waiting_since = now
         self._deadlines.watch(sequence)
-        self.queue.arrive(sequence)
+        self.queue.arrive(sequence, served)
         self._waiting.enter(sequence, WaitReason.QUEUED)
         self._events.append(
             events.Queued(now, request.id, sequence.index, request.tenant, sequence.total)
         )
         if outputs and sequence.remaining <= 0:
-            self._end(sequence, FinishReason.LENGTH, now)
+            self._ended += self._finish(sequence, FinishReason.LENGTH, now)
         return sequence
 
     def cancel(
@@ -167,16 +180,19 @@ class Scheduler:
     ) -> list[Progress]:
         """End one sample, or all of a request, whatever their state; their pages are free at once.
 
-        Only between steps: never between a plan and its commit. Unknown ids are ignored.
+        Only between steps: never between a plan and its commit. Unknown ids are ignored. Samples
+        that have not forked yet are one: to end sample 0 is to end them all, and the others cannot
+        be ended alone.
         """
         return [
-            self._finish(sequence, reason, now)
+            ended
             for sequence in self.sequences(request_id)
             if sample_index is None or sequence.index == sample_index
+            for ended in self._finish(sequence, reason, now)
         ]
 
-    def fail(self, sequence: Sequence, error: str, now: float) -> Progress:
-        """End a sequence because of its own fault."""
+    def fail(self, sequence: Sequence, error: str, now: float) -> list[Progress]:
+        """End a sequence because of its own fault, and whatever it was still to fork into."""
         self.statistics.failed_rows += 1
         return self._finish(sequence, FinishReason.ERROR, now, error)
 
@@ -196,7 +212,7 @@ class Scheduler:
     def plan(self, now: float) -> Plan:
         """Decide the next step and take the pages it needs. Empty when nothing can run."""
         for late in self._deadlines.due(now):
-            self._end(late, FinishReason.TIMEOUT, now)
+            self._ended += self._finish(late, FinishReason.TIMEOUT, now)
         for candidate in self._entrance.admit(now):
             self._start(candidate, now)
         prompts_alone = self.config.separate_prefill and any(not s.decoding for s in self.running)
@@ -286,7 +302,7 @@ class Scheduler:
         missing = self.pool.pages_for(tokens) - len(sequence.table)
         while self.pool.num_available < missing:
             if not self.admission.preempts:
-                self._ended.append(self.fail(sequence, "The KV cache ran out of pages.", now))
+                self._ended += self.fail(sequence, "The KV cache ran out of pages.", now)
                 return False
             victim = self.choose_victim(self.running, self.queue, self.config.pin_after)
             if victim is None:
@@ -353,7 +369,7 @@ class Scheduler:
     def _commit_chunk(self, chunk: Chunk, outcome: Outcome, now: float) -> list[Progress]:
         sequence = chunk.sequence
         if outcome.error is not None:
-            return [self.fail(sequence, outcome.error, now)]
+            return self.fail(sequence, outcome.error, now)
         before = sequence.computed
         rejected = len(chunk.drafts) + 1 - len(outcome.tokens) if chunk.drafts else 0
         sequence.computed = chunk.end - rejected
@@ -363,7 +379,7 @@ class Scheduler:
             return [self._extend(sequence, outcome.tokens, before, now)]
         self._waiting.wake(self.cache.publish(sequence, before), now)
         if chunk.end == sequence.total and sequence.request.max_tokens == 0:
-            return [self._finish(sequence, FinishReason.LENGTH, now)]
+            return self._finish(sequence, FinishReason.LENGTH, now)
         if not chunk.samples:
             return [Progress(sequence, sequence.num_outputs, ())] if chunk.score else []
         if sequence.catching_up:
@@ -430,6 +446,14 @@ class Scheduler:
 
     # -- inside -----------------------------------------------------------------------------------
 
+    def _refuse_duplicate(self, request_id: str, samples: range) -> None:
+        for other in self._alive.get(request_id, ()):
+            if other.index < samples.stop and samples.start < other.index + other.fork_width:
+                raise DuplicateRequestError(
+                    f"Sample {other.index} of a request with the id {request_id!r} is running "
+                    "already; an id can be used again once its request has ended."
+                )
+
     def _new_sequence(
         self, request: Request, index: int, outputs: Seq[int], charged: float
     ) -> Sequence:
@@ -445,13 +469,12 @@ class Scheduler:
         self.pool.clear(sequence.table)
         self._waiting.wake(woken, now)
 
-    def _end(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """End a sequence outside a commit: :meth:`take_ended` reports it."""
-        self._ended.append(self._finish(sequence, reason, now))
-
     def _finish(
         self, sequence: Sequence, reason: FinishReason, now: float, error: str | None = None
-    ) -> Progress:
+    ) -> list[Progress]:
+        """Take a sequence out. One progress for it, and one for each sample it never forked into:
+        until then it stood for them.
+        """
         request = sequence.request
         if sequence.state is State.RUNNING:
             self._give_up_slot(sequence, now)
@@ -470,4 +493,9 @@ class Scheduler:
                 sequence.preemptions,
             )
         )  # fmt: skip
-        return Progress(sequence, sequence.num_outputs, (), reason, error)
+        ended = [Progress(sequence, sequence.num_outputs, (), reason, error)]
+        for index in range(1, sequence.fork_width):
+            unborn = Sequence(request, index)
+            unborn.state = State.FINISHED
+            ended.append(Progress(unborn, 0, (), reason, error, sample=index))
+        return ended

@@ -14,6 +14,7 @@ from enum import StrEnum
 import msgspec
 
 from turnstile.core.admission import NeverFitsError
+from turnstile.core.request import DuplicateRequestError
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import EngineInfo, Loading, Row, Snapshot, StepResult
 
@@ -110,6 +111,8 @@ class EngineClient(ABC):
             It exceeds the context length or the whole page pool.
         EngineUnavailableError
             No engine takes work now.
+        DuplicateRequestError
+            Another request with this id is alive.
         """
 
     @abstractmethod
@@ -133,6 +136,7 @@ class EngineClient(ABC):
 
 
 __all__ = [
+    "DuplicateRequestError",
     "EngineClient",
     "EngineState",
     "EngineUnavailableError",

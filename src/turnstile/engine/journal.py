@@ -7,8 +7,9 @@ changed; and it can say at any time what to submit for the work to go on (:meth:
 
 from __future__ import annotations
 
-import msgspec
+from collections.abc import Mapping
 
+from turnstile.core.request import DuplicateRequestError
 from turnstile.engine.client import Generation
 from turnstile.engine.protocol import Cancel, Row, Submit
 
@@ -41,6 +42,8 @@ class Entry:
         Rows with tokens, since the engine that runs now was given the request.
     proven
         It has come through a step of some engine.
+    served
+        Its tenant's virtual counter when the engine it was in ended; None where there was none.
     """
 
     __slots__ = (
@@ -49,6 +52,7 @@ class Entry:
         "prompt_logprobs_taken",
         "proven",
         "samples",
+        "served",
         "steps",
         "unfinished",
     )
@@ -59,6 +63,7 @@ class Entry:
         self.unfinished = generation.n
         self.steps = 0
         self.proven = False
+        self.served: float | None = None
         self.prompt_logprobs_taken = 0
         self.prompt_logprobs_seen = 0
 
@@ -67,19 +72,19 @@ class Entry:
         """Whether the samples exist apart from each other in the engine."""
         return len(self.samples) == 1 or any(sample.outputs for sample in self.samples)
 
-    def submits(self, suspect: bool = False) -> list[Submit]:
+    def submits(self) -> list[Submit]:
         """What to send to an engine that knows nothing: the group that has not forked yet as one,
         else each sample that has not ended, with its outputs.
         """
         if not self.forked:
-            return [self._submit(0, len(self.samples), suspect)]
+            return [self._submit(0, len(self.samples))]
         return [
-            self._submit(index, 1, suspect)
+            self._submit(index, 1)
             for index, sample in enumerate(self.samples)
             if sample.finish is None
         ]
 
-    def _submit(self, index: int, n: int, suspect: bool) -> Submit:
+    def _submit(self, index: int, n: int) -> Submit:
         generation, sample = self.generation, self.samples[index]
         return Submit(
             request_id=generation.request_id,
@@ -97,7 +102,7 @@ class Entry:
             deadline=generation.deadline,
             salt=generation.salt,
             charged=sample.charged,
-            suspect=suspect,
+            served=self.served,
         )
 
 
@@ -108,13 +113,13 @@ class Journal:
         self.entries: dict[str, Entry] = {}
         self.cancels: list[Cancel] = []
         """To be told to the engine: what was cancelled before it existed there."""
-        self.implied: list[Row] = []
-        """Rows to take next: the ends of samples that ended with the first of their group."""
 
     def add(self, generation: Generation) -> Entry:
-        """Begin to keep a request. Its id must not be alive."""
+        """Begin to keep a request. Raises :class:`DuplicateRequestError` if its id is alive."""
         if generation.request_id in self.entries:
-            raise ValueError(f"A request with the id {generation.request_id!r} is running already.")
+            raise DuplicateRequestError(
+                f"A request with the id {generation.request_id!r} is running already."
+            )
         entry = self.entries[generation.request_id] = Entry(generation)
         return entry
 
@@ -131,10 +136,10 @@ class Journal:
         if entry is None:
             return None
         sample = entry.samples[row.sample_index]
-        if row.finish is not None and row.sample_index == 0 and not row.tokens:
-            self._imply(entry, row)
+        if row.charged > sample.charged:
+            sample.charged = row.charged
         if sample.finish is not None:
-            if sample.cancel_later:
+            if sample.cancel_later and row.tokens:
                 sample.cancel_later = False
                 self.cancels.append(Cancel(row.request_id, row.sample_index))
             return None
@@ -147,8 +152,6 @@ class Journal:
             sample.outputs += row.tokens
             entry.steps += 1
             entry.proven = True
-        if row.charged > sample.charged:
-            sample.charged = row.charged
         if sample.cached is None:
             sample.cached = row.cached_tokens
         row.cached_tokens = sample.cached
@@ -181,11 +184,13 @@ class Journal:
             return None
         return Cancel(request_id, sample_index if entry.unfinished else None, reason)
 
-    def restart(self) -> None:
-        """A new engine knows nothing of what the last one did."""
+    def restart(self, served: Mapping[str, float]) -> None:
+        """A new engine knows nothing of what the last one did. ``served`` are the virtual counters
+        of the tenants that were active there, as last heard of.
+        """
         self.cancels.clear()
-        self.implied.clear()
         for entry in self.entries.values():
+            entry.served = served.get(entry.generation.tenant, entry.served)
             entry.steps = 0
             entry.prompt_logprobs_seen = 0
             for sample in entry.samples:
@@ -203,12 +208,3 @@ class Journal:
         entry.unfinished -= 1
         if not entry.unfinished:
             del self.entries[entry.generation.request_id]
-
-    def _imply(self, entry: Entry, row: Row) -> None:
-        """Until a group forks its first sample stands for all: the end of it is the end of all."""
-        if not entry.forked:
-            self.implied += [
-                msgspec.structs.replace(row, sample_index=index)
-                for index, sample in enumerate(entry.samples)
-                if index and sample.finish is None
-            ]

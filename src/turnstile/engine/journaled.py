@@ -143,11 +143,9 @@ class JournaledClient(EngineClient):
         self.snapshot = result.snapshot
         for row in result.rows:
             self._take_row(row)
-        journal = self._journal
-        while journal.implied:
-            self._take_row(journal.implied.pop(0))
-        while journal.cancels:
-            self._send(journal.cancels.pop(0))
+        cancels = self._journal.cancels
+        while cancels:
+            self._send(cancels.pop(0))
         for listener in self._listeners:
             listener(result)
 
@@ -171,7 +169,6 @@ class JournaledClient(EngineClient):
             if sample.finish is None:
                 first = len(sample.outputs)
                 self._take_row(Row(request_id, index, first, [], finish=finish, error=error))
-        self._journal.implied.clear()
 
     def _end_all(self, finish: str, error: str | None = None) -> None:
         for entry in list(self._journal.entries.values()):

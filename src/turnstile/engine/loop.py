@@ -17,9 +17,9 @@ from collections.abc import Callable
 from turnstile.core.admission import NeverFitsError
 from turnstile.core.cost import CostModel as StepCostModel
 from turnstile.core.cost import StepCost
-from turnstile.core.events import encode
+from turnstile.core.events import Admitted, encode
 from turnstile.core.plan import Outcome, Plan, Progress
-from turnstile.core.request import FinishReason, Request, Sequence
+from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence
 from turnstile.core.scheduler import Scheduler
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams
@@ -113,9 +113,10 @@ class StepLoop:
                 outputs=command.outputs,
                 sample_index=command.sample_index,
                 charged=command.charged,
+                served=command.served,
                 now=self._clock(),
             )
-        except NeverFitsError as error:
+        except (NeverFitsError, DuplicateRequestError) as error:
             self._refuse(command, str(error))
             return
         try:
@@ -174,10 +175,31 @@ class StepLoop:
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
         members = [(c.sequence.request.id, c.sequence.index) for c in plan.chunks]
-        events = [encode(event) for event in self.scheduler.take_events()]
+        happened = self.scheduler.take_events()
+        for event in happened:
+            if isinstance(event, Admitted):
+                rows += self._charges(event)
+        events = [encode(event) for event in happened]
         if rows or members or events:
             snapshot = self._snapshot()
             self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
+
+    def _charges(self, event: Admitted) -> list[Row]:
+        """Say what a prompt cost its tenant before it is computed: should the engine die in that,
+        it is not charged again.
+        """
+        return [
+            Row(
+                event.request_id,
+                event.index,
+                sequence.num_outputs,
+                [],
+                cached_tokens=sequence.num_cached,
+                charged=sequence.charged,
+            )
+            for sequence in self.scheduler.sequences(event.request_id)
+            if sequence.index == event.index and not sequence.preemptions
+        ]
 
     def _execute(self, plan: Plan) -> list[ChunkResult]:
         """Run a plan. Where that fails, its rows are tried again in halves, and what cannot run

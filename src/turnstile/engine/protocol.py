@@ -29,6 +29,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
 
     ``n > 1`` only when no sample has any output yet; ``sample_index`` is then 0. A sample that is
     resumed carries ``outputs`` so far, and ``charged``: what its tenant has paid for it already.
+    ``served`` is the tenant's virtual counter in the engine that died; None for what is new.
     """
 
     request_id: str
@@ -46,8 +47,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     deadline: float | None = None
     salt: bytes = b""
     charged: float = 0.0
-    suspect: bool = False
-    """Ran in a step that killed an engine: keep it apart until it is cleared."""
+    served: float | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):

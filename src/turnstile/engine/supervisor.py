@@ -100,7 +100,7 @@ class ProcessEngine(JournaledClient):
         if not self._inside:
             self._heard = time.monotonic()  # an idle engine owes us nothing: the clock starts now
         self._inside[request_id] = None
-        for command in entry.submits(self._quarantine.is_suspect(request_id)):
+        for command in entry.submits():
             self._send(command)
 
     def _submit_admitted(self) -> None:
@@ -215,7 +215,7 @@ class ProcessEngine(JournaledClient):
             self._started.set_exception(EngineUnavailableError(why, EngineState.DEAD))
             return
         narrowed = self._judge()
-        self._journal.restart()
+        self._journal.restart(self.snapshot.tenants)
         self._inside.clear()
         self._members = []
         self._restarts += not narrowed
