@@ -25,6 +25,7 @@ VERBS = {
     "export-tokenizer": "Write a model's tokenizer as a Hugging Face directory.",
     "bench": "Measure a running server.",
     "simulate": "Run the scheduler on virtual time.",
+    "lab": "See what each mechanism is for: with it and without it, side by side.",
 }
 
 

@@ -1,0 +1,50 @@
+"""``turnstile lab``: the path of the book, part by part, with everything computed on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, Parameter
+
+app = App(name="lab", help="See what each mechanism is for: with it and without it, side by side.")
+
+
+@app.default
+def lab(
+    *parts: str,
+    tiny: bool = False,
+    all_parts: Annotated[bool, Parameter(name="--all")] = False,
+    list_parts: Annotated[bool, Parameter(name="--list")] = False,
+    html: Path | None = None,
+    model: str | None = None,
+    threads: int | None = None,
+) -> int:
+    """Run parts by name; the exit code is 1 if a claim does not hold.
+
+    Parameters
+    ----------
+    parts
+        Names of parts, in the order to run them (see --list).
+    tiny
+        Use a tiny random model, made in memory: seconds instead of minutes.
+    all_parts
+        Run every part.
+    list_parts
+        List the parts and do nothing.
+    html
+        Also write a page with everything that was shown, and plots, into this file.
+    model
+        A model to compute with. Default: the default model.
+    threads
+        Compute threads. Default: from CPU affinity and the container's quota.
+    """
+    from turnstile.lab.session import list_entries, run_parts
+    from turnstile.lab.tiny import NAME
+
+    if list_parts or not (parts or all_parts):
+        list_entries()
+        return 0
+    return run_parts(
+        None if all_parts else parts, model=NAME if tiny else model, threads=threads, html=html
+    )

@@ -1,0 +1,254 @@
+"""Runs a load on a server of the lab and writes down what happened, in steps and in seconds.
+
+A server is whatever computes steps: continuous batching (:mod:`turnstile.lab.continuous`) or the
+static batcher (:mod:`turnstile.lab.static`). In a run *by steps* requests arrive at numbers of
+steps, so that who meets whom, and with it every count, is the same on every machine; in a run by
+the clock they arrive at seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from turnstile.bench.metrics import Figures, Limits, summarize
+from turnstile.bench.records import Record
+from turnstile.lab.load import Ask, Load, OpenLoad
+
+_LOOK_AGAIN = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Tokens that a step drew for a request; ``finish`` (and ``error``) with its last."""
+
+    id: str
+    tokens: tuple[int, ...]
+    finish: str | None = None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass.
+
+    ``computed`` tokens went through the model, of which ``useful`` were wanted (the rest is padding
+    and slots of those who had ended), for ``sequences`` that somebody waits for. ``reserved``
+    tokens of memory were taken, ``filled`` of them with K and V that somebody will read.
+    """
+
+    rows: list[Row]
+    computed: int
+    useful: int
+    sequences: int
+    reserved: int
+    filled: int
+    seconds: float
+    preemptions: int = 0
+
+
+class Server(Protocol):
+    """Computes steps for the requests it was given."""
+
+    def submit(self, ask: Ask, now: float) -> None:
+        """Take a request."""
+
+    def stop(self, request_id: str, now: float) -> None:
+        """The answer is complete: what is drawn after this is for nobody. Between steps only."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is waiting or running."""
+
+    def step(self, now: float, more: bool) -> Step | None:
+        """Compute one pass; None if none can run now. ``more`` requests are known to come."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """What became of a request. Times are of its tokens: in steps, and in seconds."""
+
+    ask: Ask
+    arrival_step: int
+    arrival_second: float
+    tokens: list[int] = field(default_factory=list)
+    steps: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    finish: str | None = None
+    error: str | None = None
+    end_step: int = 0
+    end_second: float = 0.0
+
+    @property
+    def wait(self) -> int:
+        """Steps from its arrival to its first token (or its end, if it got none)."""
+        return (self.steps[0] if self.steps else self.end_step) - self.arrival_step
+
+    @property
+    def latency(self) -> int:
+        """Steps from its arrival to its end."""
+        return self.end_step - self.arrival_step
+
+    @property
+    def gaps(self) -> list[int]:
+        """Steps between each of its tokens and the next."""
+        return [b - a for a, b in zip(self.steps, self.steps[1:], strict=False)]
+
+    @property
+    def longest_gap(self) -> int:
+        """Most steps between two of its tokens."""
+        return max(self.gaps, default=0)
+
+
+@dataclass(slots=True)
+class Run:
+    """A finished run: every answer by its id, and every step in order."""
+
+    answers: dict[str, Answer]
+    steps: list[Step]
+    seconds: float
+
+    def tokens(self) -> dict[str, list[int]]:
+        """Every answer's tokens."""
+        return {name: answer.tokens for name, answer in self.answers.items()}
+
+    @property
+    def complete(self) -> list[Answer]:
+        """Those who got all they wanted."""
+        return [a for a in self.answers.values() if len(a.tokens) == a.ask.length]
+
+    @property
+    def dead(self) -> list[Answer]:
+        """Those who ended with an error."""
+        return [a for a in self.answers.values() if a.error is not None]
+
+    @property
+    def computed(self) -> int:
+        """Tokens that went through the model."""
+        return sum(step.computed for step in self.steps)
+
+    @property
+    def useful(self) -> int:
+        """Tokens that somebody wanted to go through the model."""
+        return sum(step.useful for step in self.steps)
+
+    @property
+    def peak_sequences(self) -> int:
+        """Most sequences in a step."""
+        return max((step.sequences for step in self.steps), default=0)
+
+    @property
+    def preemptions(self) -> int:
+        """Preemptions in all."""
+        return sum(step.preemptions for step in self.steps)
+
+    @property
+    def outputs(self) -> int:
+        """Tokens that reached somebody."""
+        return sum(len(answer.tokens) for answer in self.answers.values())
+
+    def figures(self, limits: Limits | None = None) -> Figures:
+        """The figures of :mod:`turnstile.bench`, with its definitions, from the seconds."""
+        return summarize([_record(a) for a in self.answers.values()], self.seconds, limits)
+
+
+def percentile(values: Iterable[float], percent: float) -> float | None:
+    """Linear between ranks, as numpy has it; None of nothing."""
+    listed = list(values)
+    return float(np.percentile(listed, percent)) if listed else None
+
+
+def _record(answer: Answer) -> Record:
+    done = len(answer.tokens) == answer.ask.length
+    return Record(
+        outcome="completed" if done else "failed",
+        due=answer.arrival_second,
+        sent=answer.arrival_second,
+        ended=answer.end_second,
+        times=answer.seconds,
+        prompt_tokens=len(answer.ask.prompt),
+        output_tokens=len(answer.tokens),
+        wanted=answer.ask.length,
+        counted="usage",
+        reason=None if done else answer.error or "cut short",
+        status=200,
+    )
+
+
+class _Clock:
+    """Steps and seconds since the start; ``now`` is whichever the run goes by."""
+
+    def __init__(self, by_steps: bool) -> None:
+        self.by_steps = by_steps
+        self.steps = 0
+        self._start = time.perf_counter()
+
+    @property
+    def second(self) -> float:
+        return time.perf_counter() - self._start
+
+    @property
+    def now(self) -> float:
+        return float(self.steps) if self.by_steps else self.second
+
+    def wait(self, until: float | None) -> None:
+        """Nothing can run: let time pass, to ``until`` if that is known."""
+        if self.by_steps:
+            self.steps = self.steps + 1 if until is None else max(self.steps, int(-(-until // 1)))
+        else:
+            time.sleep(_LOOK_AGAIN if until is None else max(0.0, until - self.now))
+
+
+def drive(server: Server, load: Load | Iterable[Ask], *, by_steps: bool = True) -> Run:
+    """Run until every request has ended."""
+    source = OpenLoad(load) if isinstance(load, Iterable) else load
+    clock = _Clock(by_steps)
+    answers: dict[str, Answer] = {}
+    steps: list[Step] = []
+    while True:
+        for ask in source.due(clock.now):
+            # In an open loop the wait counts from the moment the request was due.
+            due = clock.second if by_steps else min(ask.arrival, clock.second)
+            answers[ask.id] = Answer(ask, clock.steps, due)
+            server.submit(ask, clock.now)
+        upcoming = source.next_at()
+        if not server.has_work:
+            if upcoming is None:
+                return Run(answers, steps, clock.second)
+            clock.wait(upcoming)
+            continue
+        step = server.step(clock.now, upcoming is not None)
+        if step is None:
+            clock.wait(None)
+            continue
+        if step.computed:
+            clock.steps += 1
+            steps.append(step)
+        for row in step.rows:
+            answer = answers[row.id]
+            if _take(answer, row, clock):
+                if answer.finish == "stop":
+                    server.stop(row.id, clock.now)
+                source.ended(answer.ask, clock.now)
+
+
+def _take(answer: Answer, row: Row, clock: _Clock) -> bool:
+    """Write a row into its answer; whether that has ended it."""
+    if answer.finish is not None:
+        return False
+    second = clock.second
+    for token in row.tokens[: answer.ask.length - len(answer.tokens)]:
+        answer.tokens.append(token)
+        answer.steps.append(clock.steps)
+        answer.seconds.append(second)
+    answer.finish, answer.error = row.finish, row.error
+    if len(answer.tokens) == answer.ask.length and answer.finish is None:
+        answer.finish = "stop"
+    if answer.finish is None:
+        return False
+    answer.end_step, answer.end_second = clock.steps, second
+    return True

@@ -1,0 +1,78 @@
+"""Runs parts of the lab one after another, shows them, and says whether every claim holds."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from turnstile.lab.model import open_model
+from turnstile.lab.parts import ENTRIES, PARTS
+from turnstile.lab.story import Part
+from turnstile.lab.terminal import tell
+
+WIDTH = 100
+"""Columns where the output is no terminal."""
+
+
+class UnknownPartError(ValueError):
+    """There is no part of that name."""
+
+
+def make_console() -> Console:
+    """A console whose tables are not cut where the output is a file."""
+    width = None if sys.stdout.isatty() else WIDTH
+    return Console(highlight=False, width=width)
+
+
+def list_entries() -> None:
+    """Print the names of the parts."""
+    console = make_console()
+    for entry in ENTRIES:
+        console.print(f"[bold]{entry.name:12}[/bold] {escape(entry.title)}")
+    console.print(
+        "\nturnstile lab NAME…, or --all; --tiny for a tiny model; --html FILE for a page"
+    )
+
+
+def run_parts(
+    names: Iterable[str] | None,
+    *,
+    model: str | None = None,
+    threads: int | None = None,
+    html: Path | None = None,
+) -> int:
+    """Run the named parts (None: all of them); returns the exit code.
+
+    Raises
+    ------
+    UnknownPartError
+        Naming what there is.
+    """
+    wanted = list(PARTS if names is None else names)
+    for name in wanted:
+        if name not in PARTS:
+            raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
+    console = make_console()
+    began = time.perf_counter()
+    lab_model = open_model(model, threads=threads)
+    console.print(f"[bold]The lab[/bold], on {escape(lab_model.describe())}")
+    told: list[Part] = []
+    for name in wanted:
+        part = PARTS[name].run(lab_model)
+        tell(part, console)
+        told.append(part)
+    failed = [claim for part in told for claim in part.failed]
+    claims = sum(len(part.claims) for part in told)
+    console.print()
+    seconds = time.perf_counter() - began
+    console.print(
+        f"{claims - len(failed)} of {claims} claims hold, after {seconds:.0f} s."
+        if not failed
+        else f"[bold red]{len(failed)} of {claims} claims fail[/bold red], after {seconds:.0f} s."
+    )
+    return 1 if failed else 0
