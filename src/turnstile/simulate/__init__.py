@@ -1,1 +1,1 @@
-"""The scheduler that serves, on virtual time."""
+"""Core on virtual time: what a machine holds, and which policy to run, without the machine."""

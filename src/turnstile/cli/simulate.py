@@ -1,0 +1,126 @@
+"""``turnstile simulate``: the scheduler that serves, on virtual time."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from cyclopts import App, Parameter
+
+from turnstile.simulate.options import LoadOptions, MachineOptions
+
+FORMAT = "turnstile-simulation-1"
+
+app = App(
+    name="simulate",
+    help="Run the scheduler that serves on virtual time: how many users does this machine hold, "
+    "and with which policy?\n\n"
+    "The machine's speed comes from a running server (--from http://127.0.0.1:8000, after some "
+    "work), from a calibration file, or from a data sheet (--hardware h100 --model 8b: an "
+    "estimate).",
+    default_parameter=Parameter(consume_multiple=True, negative_iterable=()),
+)
+
+
+@app.default
+def simulate(
+    *,
+    machine: Annotated[MachineOptions, Parameter(name="*", group="Machine")] | None = None,
+    load: Annotated[LoadOptions, Parameter(name="*", group="Load")] | None = None,
+    goodput: list[str] | None = None,
+    share: float = 0.99,
+    capacity: Literal["users", "rate"] | None = None,
+    price: float | None = None,
+    api_key: str | None = None,
+    save_calibration: Path | None = None,
+    output: Path | None = None,
+) -> int:
+    """Simulate every combination of load and machine that is asked for.
+
+    Parameters
+    ----------
+    goodput
+        Limits such as ttft:500 tpot:50, in milliseconds (ttft, tpot, e2el, norm).
+    share
+        Share of the requests that must keep all limits.
+    capacity
+        Find the most users, or the highest rate, that keep the limits.
+    price
+        Price of a machine for an hour, in any currency, for the cost of a million output tokens.
+    api_key
+        Key of the server of --from; TURNSTILE_API_KEY otherwise.
+    save_calibration
+        File to keep what the server of --from told, for later simulations without it.
+    output
+        JSON file to write.
+    """
+    from turnstile.bench.metrics import parse_limits
+    from turnstile.simulate.figures import Limits
+    from turnstile.simulate.options import Loads, assemble
+    from turnstile.simulate.report import point, table
+    from turnstile.simulate.run import simulate as run
+
+    machine, load = machine or MachineOptions(), load or LoadOptions()
+    key = api_key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
+    if save_calibration is not None:
+        _save(machine.source, key, save_calibration)
+    plants, about = assemble(machine, key)
+    print(about)
+    limits = Limits(parse_limits(goodput), share) if goodput else None
+    loads = Loads(load, plants[0].setup.scheduler.max_model_len)
+    if capacity is not None:
+        if limits is None:
+            raise ValueError("--capacity needs --goodput: the limits to keep.")
+        points = _capacities(capacity, plants, loads, limits, price)
+    else:
+        points = []
+        for name, requests in loads.points():
+            for plant in plants:
+                _tell(f"{name}: {len(requests)} requests")
+                points.append(point(name, plant, run(plant, requests, limits), price))
+    print(table(points))
+    if output is not None:
+        content = {
+            "format": FORMAT,
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "machine": about,
+            "seed": load.seed,
+            "points": points,
+        }
+        output.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1))
+        _tell(f"written: {output}")
+    return 0
+
+
+def _capacities(kind: str, plants: Any, loads: Any, limits: Any, price: float | None) -> list[Any]:
+    from turnstile.simulate.capacity import highest_rate, most_users
+    from turnstile.simulate.report import describe_capacity, point
+
+    points = []
+    for plant in plants:
+        if kind == "users":
+            found = most_users(plant, lambda users: loads.make(5 * users), limits)
+        else:
+            found = highest_rate(plant, loads.make(), limits, loads.options.seed)
+        print(describe_capacity(kind if kind == "users" else "requests/s", found, limits))
+        if found.figures is not None:
+            name = f"{found.value:.0f} users" if kind == "users" else f"{found.value:.3g}/s"
+            points.append(point(name, plant, found.figures, price) | {"tried": found.tried})
+    return points
+
+
+def _save(source: str | None, key: str | None, path: Path) -> None:
+    from turnstile.simulate.calibrate import ask_server
+
+    if source is None or not source.startswith(("http://", "https://")):
+        raise ValueError("--save-calibration needs --from with the address of a server.")
+    ask_server(source, key).write(path)
+    _tell(f"written: {path}")
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)

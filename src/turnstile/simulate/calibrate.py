@@ -1,0 +1,134 @@
+"""Where a machine's settings come from: a running server, a file, a hardware preset."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from turnstile.core.cost import Coefficients
+from turnstile.simulate.setup import Front
+from turnstile.simulate.timing import finite
+
+FORMAT = "turnstile-calibration-1"
+ENOUGH = 200
+"""Steps a fit should have seen."""
+
+_PARTS = {"alpha": "step", "beta": "token", "gamma": "query_key_pair", "delta": "sequence"}
+
+
+class CalibrationError(ValueError):
+    """The machine cannot be learned from this; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What is known of a real machine.
+
+    Attributes
+    ----------
+    source
+        Where it comes from, for reports.
+    coefficients
+        Of whole turns of the step loop.
+    samples
+        Steps they were fitted to.
+    engine
+        Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
+        ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
+        ``admission``, ``scheduling_policy``, ``enable_prefix_caching``, ``target_itl``.
+    """
+
+    source: str
+    coefficients: Coefficients
+    samples: int = 0
+    spread: float = 0.0
+    front: Front = field(default_factory=Front)
+    engine: dict[str, Any]
+
+    def write(self, path: Path) -> None:
+        """Keep it for :func:`read_calibration`."""
+        path.write_text(json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+ENGINE_SETTINGS = (
+    "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
+    "admission", "scheduling_policy", "enable_prefix_caching", "target_itl",
+)  # fmt: skip
+
+
+def ask_server(url: str, api_key: str | None = None) -> Calibration:
+    """Learn from a running server: ``/metrics`` for what steps cost, ``/server_info`` for the rest.
+
+    Raises
+    ------
+    CalibrationError
+        Nobody answers, it is no Turnstile, or it has not measured enough steps yet.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    try:
+        with httpx.Client(base_url=base, headers=headers, timeout=10.0) as client:
+            metrics, info = client.get("/metrics"), client.get("/server_info")
+            metrics.raise_for_status()
+            info.raise_for_status()
+            told = info.json()
+    except (httpx.HTTPError, ValueError) as error:
+        raise CalibrationError(f"{base} cannot be asked: {error}") from None
+    coefficients, samples = parse_costs(metrics.text)
+    if samples < ENOUGH:
+        raise CalibrationError(
+            f"{base} has measured {samples} steps; at least {ENOUGH} are needed. "
+            "Send it work first: turnstile bench serve."
+        )
+    engine = (told.get("engine_config") or {}) | (told.get("engine") or {})
+    missing = [name for name in ("num_pages", "page_size") if not engine.get(name)]
+    if missing:
+        raise CalibrationError(f"{base}/server_info does not tell {' and '.join(missing)}.")
+    kept = {name: engine[name] for name in ENGINE_SETTINGS if name in engine}
+    source = f"{engine.get('model')} at {base}"
+    return Calibration(source=source, coefficients=coefficients, samples=samples, engine=kept)
+
+
+def parse_costs(metrics: str) -> tuple[Coefficients, int]:
+    """The fitted cost of a turn, and from how many steps, out of a Prometheus exposition.
+
+    Raises
+    ------
+    CalibrationError
+        They are not in there, or make no sense.
+    """
+    values: dict[str, float] = {}
+    for name, part in _PARTS.items():
+        line = re.search(
+            rf'^turnstile_turn_cost_seconds{{per="{part}"}} (\S+)$', metrics, re.MULTILINE
+        )
+        if line is None:
+            raise CalibrationError("The metrics have no turnstile_turn_cost_seconds.")
+        values[name] = float(line.group(1))
+    samples = re.search(r"^turnstile_cost_samples (\S+)$", metrics, re.MULTILINE)
+    count = int(float(samples.group(1))) if samples else 0
+    try:
+        return (finite(Coefficients(**values)) if count else Coefficients(**values)), count
+    except ValueError as error:
+        raise CalibrationError(str(error)) from None
+
+
+def read_calibration(path: Path) -> Calibration:
+    """Read what :meth:`Calibration.write` wrote. Raises :class:`CalibrationError`."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise CalibrationError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
+        raise CalibrationError(f"{path} is no calibration ({FORMAT}).")
+    try:
+        content["coefficients"] = finite(Coefficients(**content["coefficients"]))
+        content["front"] = Front(**content["front"])
+        return Calibration(**content)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CalibrationError(f"{path}: {error}") from None

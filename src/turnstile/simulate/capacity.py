@@ -1,0 +1,98 @@
+"""The most users, or the highest rate, that keep what was promised: found by bisection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from turnstile.simulate.figures import Figures, Limits
+from turnstile.simulate.load import Load
+from turnstile.simulate.run import Plant, simulate
+
+_USERS_LIMIT = 1 << 20
+_LEAST_RATE = 1e-3
+
+
+@dataclass(slots=True)
+class Capacity:
+    """What bisection found.
+
+    Attributes
+    ----------
+    value
+        The largest load tried that kept the limits; 0 where even the least one does not.
+    broken
+        The smallest load tried that did not keep them; None where none was found.
+    figures
+        Of the run at ``value``.
+    tried
+        Every load tried, and the share of requests that kept the limits.
+    """
+
+    value: float = 0.0
+    broken: float | None = None
+    figures: Figures | None = None
+    tried: list[tuple[float, float]] = field(default_factory=list)
+
+
+def find_capacity(
+    run: Callable[[float], Figures], start: float, least: float, most: float, close: float
+) -> Capacity:
+    """Double or halve from ``start`` until the limits are kept on one side and broken on the
+    other, then halve the distance until it is within ``close`` (relative) or 1.
+
+    Assumes that more load is never better; bisection cannot see a dip below what it has tried.
+    """
+    found = Capacity()
+
+    def keeps(value: float) -> bool:
+        figures = run(value)
+        kept = bool(figures["goodput"]["kept"])
+        found.tried.append((value, figures["goodput"]["attainment"]))
+        if kept and value > found.value:
+            found.value, found.figures = value, figures
+        if not kept and (found.broken is None or value < found.broken):
+            found.broken = value
+        return kept
+
+    value = start
+    if keeps(value):
+        while found.broken is None and value < most:
+            value = min(most, value * 2)
+            keeps(value)
+    else:
+        while found.value == 0 and value > least:
+            value = max(least, value / 2)
+            keeps(value)
+    whole = least >= 1
+    while found.value and found.broken is not None:
+        low, high = found.value, found.broken
+        if high - low <= close * low or (whole and high - low <= 1):
+            break
+        middle = (low + high) / 2
+        keeps(float(round(middle)) if whole else middle)
+    return found
+
+
+def most_users(
+    plant: Plant, make_load: Callable[[int], Load], limits: Limits, start: int = 64
+) -> Capacity:
+    """The largest closed loop that keeps the limits, within 2 %.
+
+    ``make_load`` gives a load of enough requests for so many users.
+    """
+
+    def run(users: float) -> Figures:
+        return simulate(plant, make_load(int(users)).with_users(int(users)), limits)
+
+    return find_capacity(run, start, 1, _USERS_LIMIT, 0.02)
+
+
+def highest_rate(plant: Plant, load: Load, limits: Limits, seed: int) -> Capacity:
+    """The highest rate of Poisson arrivals that keeps the limits, within 2 %."""
+    start = 1.0
+
+    def run(rate: float) -> Figures:
+        return simulate(plant, load.with_rate(rate, seed), limits)
+
+    return find_capacity(run, start, _LEAST_RATE, 1e6, 0.02)

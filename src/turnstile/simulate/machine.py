@@ -1,0 +1,161 @@
+"""A machine on virtual time: a scheduler, and steps that take as long as the timing says."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from turnstile.core.admission import NeverFitsError
+from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.request import FinishReason, Request
+from turnstile.core.scheduler import Scheduler
+from turnstile.simulate.journal import Journal
+from turnstile.simulate.load import Load
+from turnstile.simulate.setup import Setup
+from turnstile.simulate.timing import Work
+
+STOP = -1
+"""The token that ends an answer before its limit."""
+
+_NOTHING = Outcome()
+
+
+class Machine(Protocol):
+    """What the clock drives: something that takes requests and steps through them."""
+
+    outstanding: int
+    """Requests inside, waiting or running."""
+
+    def accept(self, index: int, now: float) -> float:
+        """A request reaches the door; returns when the engine sees it."""
+
+    def submit(self, index: int, now: float) -> bool:
+        """The engine sees a request. True if it was refused."""
+
+    def begin(self, now: float) -> float | None:
+        """Start a step; returns when it will end, None if there is nothing to do."""
+
+    def complete(self, now: float) -> list[tuple[int, float]]:
+        """End the step; returns which requests are over, and when their clients know."""
+
+
+class TurnstileMachine:
+    """The very scheduler that serves, stepped on virtual time.
+
+    Parameters
+    ----------
+    load
+        Whose requests come, by their index.
+    journal
+        Where what happens is written down.
+    """
+
+    def __init__(self, setup: Setup, load: Load, journal: Journal) -> None:
+        self.setup = setup
+        self.load = load
+        self.journal = journal
+        self.scheduler: Scheduler = setup.make_scheduler()
+        self.outstanding = 0
+        self._free_at = 0.0
+        self._inbox: list[int] = []
+        self._plan = Plan(0, ())
+        self._began = 0.0
+        self._told_at = 0.0
+
+    # -- the door ---------------------------------------------------------------------------------
+
+    def accept(self, index: int, now: float) -> float:
+        self.outstanding += 1
+        self._free_at = max(self._free_at, now) + self.setup.front.per_request
+        return self._free_at
+
+    def submit(self, index: int, now: float) -> bool:
+        """Commands are taken between steps: until then the request is in the engine's mailbox."""
+        try:
+            self.check(index)
+        except NeverFitsError:
+            self.outstanding -= 1
+            self.journal.refuse(index, now)
+            return True
+        self._inbox.append(index)
+        return False
+
+    def check(self, index: int) -> None:
+        """Raise :class:`NeverFitsError` for what the server would answer with a 400."""
+        from turnstile.core.admission import check_lengths
+
+        load, pool = self.load, self.scheduler.pool
+        check_lengths(
+            int(load.prompts[index]),
+            load.max_tokens or int(load.outputs[index]),
+            1,
+            self.setup.scheduler.max_model_len,
+            pool.num_pages,
+            pool.page_size,
+        )
+
+    def _enter(self, index: int, now: float) -> None:
+        load = self.load
+        tenant = load.tenant(index)
+        output = int(load.outputs[index])
+        stops = load.max_tokens is not None and load.max_tokens > output
+        self.scheduler.submit(
+            Request(
+                id=str(index),
+                prompt=load.tokens(index),
+                max_tokens=load.max_tokens if stops and load.max_tokens else output,
+                tenant=tenant.name,
+                weight=tenant.weight,
+                arrival=self.journal.due[index],
+                stop_ids=frozenset((STOP,)) if stops else frozenset(),
+            ),
+            now=now,
+        )
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def begin(self, now: float) -> float | None:
+        for index in self._inbox:
+            self._enter(index, now)
+        self._inbox.clear()
+        scheduler = self.scheduler
+        if not scheduler.has_work:
+            return None
+        plan = self._plan = scheduler.plan(now)
+        if not plan:
+            return None
+        self._began = now
+        work = Work().add(plan)
+        seconds = self.setup.timing.seconds(work, plan.step)
+        self.journal.step(seconds, work, scheduler.pool.num_held)
+        return now + seconds
+
+    def complete(self, now: float) -> list[tuple[int, float]]:
+        plan, scheduler = self._plan, self.scheduler
+        outcomes = [self._draw(chunk) for chunk in plan.chunks]
+        progress = scheduler.commit(plan, outcomes, now)
+        front = self.setup.front
+        told = now + front.delivery + front.per_row * len(progress)
+        told = max(told, self._told_at)
+        over: list[tuple[int, float]] = []
+        steady = 0
+        for row in (*progress, *scheduler.take_ended()):
+            index = int(row.sequence.request.id)
+            if row.tokens:
+                steady += self.journal.token(index, told, self._told_at)
+            if row.finish is not None:
+                self.outstanding -= 1
+                self.journal.finish(index, told, row.sequence, row.finish is FinishReason.ERROR)
+                over.append((index, told))
+        if steady:
+            self.journal.gap(told - self._told_at, steady)
+        self._told_at = told
+        self.journal.events(scheduler.take_events())
+        return over
+
+    def _draw(self, chunk: Chunk) -> Outcome:
+        if not chunk.samples:
+            return _NOTHING
+        sequence = chunk.sequence
+        index = int(sequence.request.id)
+        last = sequence.num_outputs + 1 == self.load.outputs[index]
+        return Outcome((STOP if last and sequence.request.stop_ids else 2 * index + 1,))

@@ -1,0 +1,57 @@
+"""One simulation: a load, machines, a router; figures out."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from turnstile.simulate.clock import Clock
+from turnstile.simulate.figures import Figures, Limits, measure
+from turnstile.simulate.journal import Journal
+from turnstile.simulate.load import Load
+from turnstile.simulate.machine import TurnstileMachine
+from turnstile.simulate.routing import ROUTERS
+from turnstile.simulate.setup import Setup
+
+
+@dataclass(frozen=True, slots=True)
+class Plant:
+    """The machines of a simulation: so many alike, behind a router."""
+
+    setup: Setup
+    replicas: int = 1
+    router: str = "round-robin"
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ValueError(f"--replicas must be at least 1, not {self.replicas}.")
+        if self.router not in ROUTERS:
+            raise ValueError(f"There is no router {self.router!r}; known are {', '.join(ROUTERS)}.")
+
+
+def play(plant: Plant, load: Load, tell: Callable[[int], None] | None = None) -> Journal:
+    """Run the load to its end; returns what happened."""
+    journal = Journal(len(load))
+    machines = [TurnstileMachine(plant.setup, load, journal) for _ in range(plant.replicas)]
+    clock = Clock(load, machines, ROUTERS[plant.router](load), journal)
+    # Nothing here makes cycles, and the collector would look at every waiting request again.
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        clock.run(tell)
+    finally:
+        if enabled:
+            gc.enable()
+    return journal
+
+
+def simulate(
+    plant: Plant,
+    load: Load,
+    limits: Limits | None = None,
+    tell: Callable[[int], None] | None = None,
+) -> Figures:
+    """Run the load to its end; returns its figures."""
+    journal = play(plant, load, tell)
+    return measure(journal, load, plant.setup.num_pages, limits, plant.replicas)

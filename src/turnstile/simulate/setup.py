@@ -1,0 +1,68 @@
+"""One simulated machine's settings, and how a scheduler comes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
+from turnstile.core.pages import PagePool
+from turnstile.core.scheduler import Scheduler
+from turnstile.core.settings import SchedulerConfig
+from turnstile.simulate.timing import KnownCost, StepTiming
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """What is around the engine: the API process and the client, as fixed delays.
+
+    Attributes
+    ----------
+    per_request
+        Seconds of the API process for each request before the engine sees it, one after another.
+    delivery
+        Seconds from the end of a step to its tokens at the client.
+    per_row
+        Seconds more for each sequence in the step.
+    """
+
+    per_request: float = 0.0
+    delivery: float = 0.0
+    per_row: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """A machine: how long its steps take, its page pool, and the policies that run it."""
+
+    timing: StepTiming
+    num_pages: int
+    page_size: int = 16
+    admission: str = "expected"
+    policy: str = "fair"
+    prefix_caching: bool = True
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    front: Front = field(default_factory=Front)
+
+    def __post_init__(self) -> None:
+        for name, known in (("admission", ADMISSION_POLICIES), ("policy", QUEUE_POLICIES)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"There is no {name} {value!r}; known are {', '.join(known)}.")
+
+    def parts(self) -> tuple[PagePool, AdmissionPolicy, QueuePolicy]:
+        """A new pool and new policies."""
+        return (
+            PagePool(self.num_pages, self.page_size),
+            ADMISSION_POLICIES[self.admission](),
+            QUEUE_POLICIES[self.policy](),
+        )
+
+    def make_scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
+        """The scheduler of these settings; nothing but its clock is simulated."""
+        return kind(
+            self.scheduler,
+            *self.parts(),
+            prefix_caching=self.prefix_caching,
+            cost=KnownCost(self.timing.coefficients),
+        )

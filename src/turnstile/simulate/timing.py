@@ -1,0 +1,154 @@
+"""How long a step takes: from a running server's own fit, with or without its scatter.
+
+A roofline for hardware that is not here is in :mod:`turnstile.simulate.hardware`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from turnstile.core.cost import Coefficients, CostModel, StepCost
+from turnstile.core.plan import Plan
+
+
+@dataclass(slots=True)
+class Work:
+    """What a step computes, by kind.
+
+    Attributes
+    ----------
+    decodes, decode_context
+        Chunks of one token, and the tokens they attend to (themselves included), summed.
+    chunks, chunk_tokens, chunk_pairs, chunk_context
+        Longer chunks: how many, their tokens, their query-key pairs, and the tokens of K and V
+        they have to read (each once).
+    """
+
+    decodes: int = 0
+    decode_context: int = 0
+    chunks: int = 0
+    chunk_tokens: int = 0
+    chunk_pairs: int = 0
+    chunk_context: int = 0
+
+    def add(self, plan: Plan) -> Work:
+        """Count a plan's chunks too; returns itself."""
+        for chunk in plan.chunks:
+            count, start = chunk.count, chunk.start
+            if count == 1:
+                self.decodes += 1
+                self.decode_context += start + 1
+            else:
+                self.chunks += 1
+                self.chunk_tokens += count
+                self.chunk_pairs += count * start + count * (count + 1) // 2
+                self.chunk_context += start + count
+        return self
+
+    @property
+    def cost(self) -> StepCost:
+        """The features of the linear model (:mod:`turnstile.core.cost`)."""
+        return StepCost(
+            self.decodes + self.chunk_tokens,
+            self.decode_context + self.chunk_pairs,
+            self.decodes + self.chunks,
+        )
+
+
+class StepTiming(Protocol):
+    """Foretells the seconds of a step."""
+
+    @property
+    def coefficients(self) -> Coefficients:
+        """The linear model nearest to it, for a scheduler that budgets by time."""
+
+    def seconds(self, work: Work, step: int) -> float:
+        """Seconds from one commit to the next when ``work`` is what step number ``step`` does."""
+
+
+@dataclass(frozen=True, slots=True)
+class LinearTiming:
+    """The linear model of :mod:`turnstile.core.cost`."""
+
+    coefficients: Coefficients
+
+    def seconds(self, work: Work, step: int) -> float:
+        return self.coefficients.predict(work.cost)
+
+
+class ScatteredTiming:
+    """Another timing, with log-normal scatter of mean 1 around it.
+
+    The factor of a step depends on the seed and the step's number alone.
+
+    Parameters
+    ----------
+    spread
+        Standard deviation of the factor's logarithm.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, timing: StepTiming, spread: float, seed: int) -> None:
+        self._timing = timing
+        self._spread = spread
+        self._seed = seed
+        self._blocks: dict[int, list[float]] = {}
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self._timing.coefficients
+
+    def seconds(self, work: Work, step: int) -> float:
+        block, at = divmod(step, self._BLOCK)
+        factors = self._blocks.get(block)
+        if factors is None:
+            rng = np.random.default_rng([self._seed, block])
+            normal = rng.standard_normal(self._BLOCK) * self._spread - self._spread**2 / 2
+            factors = self._blocks[block] = np.exp(normal).tolist()
+        return self._timing.seconds(work, step) * factors[at]
+
+
+class KnownCost(CostModel):
+    """A cost model that knows the truth from the start and has nothing to learn."""
+
+    def __init__(self, coefficients: Coefficients) -> None:
+        super().__init__()
+        self._known = coefficients
+
+    @property
+    def warm(self) -> bool:
+        return True
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self._known
+
+    def observe(self, cost: StepCost, seconds: float) -> None:
+        """Nothing to learn."""
+
+
+def finite(coefficients: Coefficients) -> Coefficients:
+    """Return them, once they make sense.
+
+    Raises
+    ------
+    ValueError
+        One is negative or not a number, or a step would take no time at all.
+    """
+    values = {
+        "alpha": coefficients.alpha,
+        "beta": coefficients.beta,
+        "gamma": coefficients.gamma,
+        "delta": coefficients.delta,
+    }
+    for name, value in values.items():
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"The cost coefficient {name} is {value}; it must be 0 or more.")
+    if not any(values.values()):
+        raise ValueError("All cost coefficients are 0: the server has measured no step yet.")
+    return coefficients

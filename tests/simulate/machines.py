@@ -1,0 +1,44 @@
+"""Small machines and loads for the simulator's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from turnstile.core.cost import Coefficients
+from turnstile.core.settings import SchedulerConfig
+from turnstile.simulate.load import Load
+from turnstile.simulate.setup import Front, Setup
+from turnstile.simulate.timing import LinearTiming
+
+COEFFICIENTS = Coefficients(alpha=1e-2, beta=1e-3, gamma=0.0, delta=0.0)
+
+
+def setup(
+    *, pages: int = 1000, page_size: int = 16, front: Front | None = None, **settings: Any
+) -> Setup:
+    """A machine whose steps take 10 ms and 1 ms a token; ``settings`` go to both configs."""
+    known = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 4096}
+    names = SchedulerConfig.__dataclass_fields__
+    return Setup(
+        timing=settings.pop("timing", LinearTiming(COEFFICIENTS)),
+        num_pages=pages,
+        page_size=page_size,
+        front=front or Front(),
+        scheduler=SchedulerConfig(
+            **(known | {k: settings.pop(k) for k in list(settings) if k in names})
+        ),
+        **settings,
+    )
+
+
+def arrivals(*requests: tuple[float, int, int]) -> Load:
+    """Requests as (due, prompt tokens, output tokens)."""
+    due, prompts, outputs = zip(*requests, strict=True)
+    return Load(
+        "test",
+        np.asarray(prompts, dtype=np.int64),
+        np.asarray(outputs, dtype=np.int64),
+        due=np.asarray(due, dtype=np.float64),
+    )

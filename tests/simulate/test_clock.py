@@ -1,0 +1,129 @@
+"""What happens when, on a machine whose steps take 10 ms and 1 ms a token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from simulate.machines import arrivals, setup
+from turnstile.bench.workloads import WORKLOADS
+from turnstile.simulate.journal import COMPLETED, REFUSED
+from turnstile.simulate.load import Load, LoadError, Tenant, draw, from_workload
+from turnstile.simulate.run import Plant, play, simulate
+from turnstile.simulate.setup import Front
+
+
+def test_one_request_takes_its_prefill_and_a_step_for_every_further_token() -> None:
+    journal = play(Plant(setup()), arrivals((1.0, 30, 4)))
+    assert journal.first[0] == pytest.approx(1.0 + 0.010 + 0.030)
+    assert journal.ended[0] == pytest.approx(1.040 + 3 * 0.011)
+    assert journal.tokens[0] == 4
+    assert list(journal.gap_counts) == [1, 1, 1]
+    assert journal.busy == pytest.approx(0.040 + 3 * 0.011)
+
+
+def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
+    journal = play(Plant(setup()), arrivals((0.0, 160, 1)))
+    assert journal.steps == 3
+    assert journal.first[0] == pytest.approx(3 * 0.010 + 0.160)
+
+
+def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
+    journal = play(Plant(setup()), arrivals((0.0, 10, 3), (0.001, 10, 1)))
+    # The first prompt until 20 ms; then its second token beside the other's prompt.
+    assert journal.first[0] == pytest.approx(0.020)
+    assert journal.started[1] == pytest.approx(0.020)
+    assert journal.first[1] == pytest.approx(0.020 + 0.010 + 0.011)
+
+
+def test_the_front_delays_what_comes_in_and_what_goes_out() -> None:
+    front = Front(per_request=0.1, delivery=0.2, per_row=0.01)
+    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 1), (0.0, 10, 1)))
+    assert journal.first[0] == pytest.approx(0.1 + 0.020 + 0.2 + 0.01)
+    # One after another through the door.
+    assert journal.first[1] == pytest.approx(0.2 + 0.020 + 0.2 + 0.01)
+
+
+def test_a_closed_loop_asks_again_when_it_is_answered() -> None:
+    load = replace(arrivals(*[(0.0, 10, 2)] * 6), due=None, users=2, think=1.0)
+    journal = play(Plant(setup(max_num_seqs=8)), load)
+    assert list(journal.due[:2]) == [0.0, 0.0]
+    for user_before, user_after in ((0, 2), (1, 3), (2, 4), (3, 5)):
+        assert journal.due[user_after] == journal.ended[user_before] + 1.0
+
+
+def test_a_ramp_spreads_the_first_arrivals() -> None:
+    load = replace(arrivals(*[(0.0, 10, 2)] * 4), due=None, users=4, ramp=2.0)
+    assert list(play(Plant(setup()), load).due) == [0.0, 0.5, 1.0, 1.5]
+
+
+def test_what_can_never_run_is_refused_and_the_rest_goes_on() -> None:
+    load = arrivals((0.0, 5000, 1), (0.0, 10, 1), (0.0, 300, 1))
+    journal = play(Plant(setup(pages=10)), load)
+    assert list(journal.status) == [REFUSED, COMPLETED, REFUSED]
+
+
+def test_an_answer_may_end_before_its_limit() -> None:
+    load = replace(arrivals((0.0, 10, 5)), max_tokens=100)
+    journal = play(Plant(setup()), load)
+    assert journal.tokens[0] == 5
+    # The limit is what guaranteed admission must reckon with: a pool for one at a time.
+    both = replace(arrivals((0.0, 10, 5), (0.0, 10, 5)), max_tokens=100)
+    plant = Plant(setup(pages=10, admission="guaranteed"))
+    assert play(plant, both).started[1] == play(plant, both).ended[0]
+
+
+def test_equal_prefixes_come_from_the_cache_and_other_tokens_do_not() -> None:
+    shared = (((0, 64),), ((0, 64),), ((1, 64),))
+    load = replace(arrivals((0.0, 80, 1), (1.0, 80, 1), (2.0, 80, 1)), shared=shared)
+    assert list(play(Plant(setup()), load).cached) == [0, 64, 0]
+
+
+def test_tenants_share_a_machine_that_one_of_them_floods() -> None:
+    flood = [(0.0, 32, 32)] * 40
+    load = replace(
+        arrivals(*flood, (0.5, 32, 32)),
+        tenants=(Tenant("flood"), Tenant("quiet")),
+        tenant_of=np.asarray([0] * 40 + [1]),
+    )
+    fair = play(Plant(setup(policy="fair")), load)
+    unfair = play(Plant(setup(policy="fcfs")), load)
+    assert fair.first[40] - 0.5 < (unfair.first[40] - 0.5) / 5
+
+
+def test_the_same_seed_gives_the_same_figures_and_another_does_not() -> None:
+    def run(seed: int) -> object:
+        load = from_workload(replace(WORKLOADS["W5"], requests=50), seed)
+        return simulate(Plant(setup(max_num_seqs=32)), load)
+
+    assert run(1) == run(1)
+    assert run(1) != run(2)
+
+
+def test_lengths_are_those_that_bench_draws() -> None:
+    load = from_workload(WORKLOADS["W1"], 101)
+    assert (int(load.prompts.sum()), int(load.outputs.sum())) == (50_735, 33_376)
+    assert load.users == 100
+    shared = from_workload(WORKLOADS["W3"], 101)
+    assert shared.tokens(0)[:512] == shared.tokens(1)[:512]
+    assert shared.tokens(0)[512] != shared.tokens(1)[512]
+    assert len(shared.tokens(0)) == shared.prompts[0]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"due": None}, {"users": 2}, {"outputs": np.asarray([0])}, {"prompts": np.empty(0)}]
+)
+def test_an_impossible_load_is_refused(wrong: dict[str, object]) -> None:
+    load = arrivals((0.0, 1, 1))
+    with pytest.raises(LoadError):
+        replace(load, **wrong)  # type: ignore[arg-type]
+
+
+def test_drawn_requests_fit_the_context() -> None:
+    from turnstile.bench.lengths import Fixed
+
+    load = draw("cut", 3, Fixed(900), Fixed(300), 1, prefixes=2, prefix_tokens=100, max_len=1000)
+    assert list(load.prompts + load.outputs) == [1000] * 3
+    assert isinstance(load, Load)
