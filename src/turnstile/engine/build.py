@@ -13,8 +13,8 @@ from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
+from turnstile.engine import faults
 from turnstile.engine.config import EngineConfig, EngineConfigError
-from turnstile.engine.executor import Executor
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.machine import available_memory, cpu_flags, usable_cpus
 from turnstile.engine.protocol import EngineInfo, StepResult
@@ -113,7 +113,9 @@ def _build_real(
         -(-max_model_len // config.page_size) + 1,
         config.page_size,
     )
-    runner = Runner(decoder, kv, builder, lambda: GrammarCompiler(Tokenizer.from_path(source.path)))
+    runner = faults.with_faults(
+        Runner(decoder, kv, builder, lambda: GrammarCompiler(Tokenizer.from_path(source.path)))
+    )
     scheduler = make_scheduler(config, num_pages, max_model_len)
     info = EngineInfo(
         epoch=epoch,
@@ -143,14 +145,14 @@ def _build_real(
 
 def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
     """An engine without a model, for tests of everything around it."""
-    if os.environ.get("TURNSTILE_FAULTS") != "1":
+    if not faults.enabled():
         raise EngineConfigError(
             "A model named fake:… exists only for tests, with TURNSTILE_FAULTS=1 set."
         )
     fake: Any = importlib.import_module("turnstile.engine.fake")
     num_pages = config.num_pages or 4096
     max_model_len = _max_model_len(config, 8192, num_pages)
-    executor: Executor = fake.make_fake(config.model)
+    executor = faults.with_faults(fake.make_fake(config.model))
     scheduler = make_scheduler(config, num_pages, max_model_len)
     info = EngineInfo(
         epoch=epoch,

@@ -6,6 +6,7 @@ Torch-free, so that the loop can be read and tested without it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,8 +40,13 @@ class Executor(Protocol):
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that has finished. Unknown ones are ignored."""
 
+    def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
+        """Copy whole pages ``(source, target)`` in order, once, before the plan that wants them:
+        unlike the rest of a plan they cannot be repeated.
+        """
+
     def execute(self, plan: Plan) -> list[ChunkResult]:
-        """Make the plan's copies, compute its chunks in one forward pass, draw.
+        """Compute the plan's chunks in one forward pass, and draw.
 
         One result for each chunk. A row that cannot be drawn (NaN, a grammar that allows nothing)
         is a result with an error; an exception means the step failed as a whole. Executing the

@@ -1,50 +1,22 @@
-"""An executor without a model: tokens are a hash, and prompts can ask for disasters.
+"""An executor without a model: tokens are a hash.
 
 For tests of everything around the model (the loop, the supervisor, the server): a token depends
 on the seed, the sample and every token before it, so that one lost, repeated or changed shows in
 all that follow. Torch-free.
-
-A prompt that begins with :data:`FAULT` names a fault in its next token, and in the one after that
-the number of outputs at which it strikes (see :func:`fault_prompt`).
 """
 
 from __future__ import annotations
 
-import os
 import struct
 import time
 import zlib
 from collections.abc import Sequence as Seq
-from enum import IntEnum
 
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import Sequence
 from turnstile.engine.executor import ChunkResult
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import TokenLogprobs
-
-FAULT = (7, 7, 7)
-"""How a prompt that asks for a fault begins."""
-
-_HANG = 3600.0
-
-
-class Fault(IntEnum):
-    """What a prompt can make happen in the step that draws for it."""
-
-    EXIT = 1
-    """The process ends, as if killed."""
-    HANG = 2
-    """The step does not end."""
-    ERROR = 3
-    """Its own row fails."""
-    RAISE = 4
-    """The step raises."""
-
-
-def fault_prompt(fault: Fault, at: int = 0, *rest: int) -> list[int]:
-    """A prompt whose request suffers ``fault`` once it has ``at`` outputs."""
-    return [*FAULT, int(fault), at, *rest]
 
 
 def fake_token(
@@ -87,6 +59,9 @@ class FakeExecutor:
     def remove(self, sequence: Sequence) -> None:
         self.known.pop(sequence, None)
 
+    def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
+        """There are no pages to copy."""
+
     def execute(self, plan: Plan) -> list[ChunkResult]:
         call = self.calls
         self.calls += 1
@@ -94,19 +69,7 @@ class FakeExecutor:
             time.sleep(self.seconds_per_step)
         if call == self.fail_at:
             raise RuntimeError(f"The fake fails at step {call}, as it was told to.")
-        faults = [_fault(chunk) for chunk in plan.chunks]
-        if Fault.EXIT in faults:
-            os._exit(17)
-        if Fault.HANG in faults:
-            time.sleep(_HANG)
-        if Fault.RAISE in faults:
-            raise RuntimeError("The fake fails, as a prompt told it to.")
-        return [
-            ChunkResult(Outcome(error="The fake drew NaN for this request."))
-            if fault is Fault.ERROR
-            else self._draw(chunk)
-            for chunk, fault in zip(plan.chunks, faults, strict=True)
-        ]
+        return [self._draw(chunk) for chunk in plan.chunks]
 
     def _draw(self, chunk: Chunk) -> ChunkResult:
         """A forking chunk draws for samples 0, 1, …; every other for its own."""
@@ -126,17 +89,6 @@ class FakeExecutor:
                 TokenLogprobs(-float(sequence.tokens[i + 1])) for i in range(chunk.start, end)
             ]
         return ChunkResult(Outcome(tokens), logprobs, prompt_logprobs)
-
-
-def _fault(chunk: Chunk) -> Fault | None:
-    sequence = chunk.sequence
-    named = len(FAULT)
-    if tuple(sequence.tokens[:named]) != FAULT or sequence.num_prompt < named + 2:
-        return None
-    kind, at = sequence.tokens[named : named + 2]
-    if chunk.samples and sequence.num_outputs == at and kind in list(Fault):
-        return Fault(kind)
-    return None
 
 
 def make_fake(model: str) -> FakeExecutor:

@@ -140,12 +140,16 @@ class JournaledClient(EngineClient):
 
     def _take(self, result: StepResult) -> None:
         """Write a step down and wake its readers. Raises :class:`JournalError`."""
-        self.snapshot = result.snapshot
         for row in result.rows:
             self._take_row(row)
         cancels = self._journal.cancels
         while cancels:
             self._send(cancels.pop(0))
+        self._tell(result)
+
+    def _tell(self, result: StepResult) -> None:
+        """Let everybody know where the engine stands."""
+        self.snapshot = result.snapshot
         for listener in self._listeners:
             listener(result)
 

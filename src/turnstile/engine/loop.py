@@ -63,6 +63,8 @@ class StepLoop:
         self._emit = emit
         self._clock = clock
         self._rows: list[Row] = []
+        self._untold = True
+        """The last snapshot is out of date: a new engine, or one that was commanded."""
         self._drawing: dict[str, tuple[SamplingParams, int]] = {}
         self._busy = 0.0
         self._step_seconds = 0.0
@@ -73,13 +75,14 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether :meth:`step` would do anything."""
-        return bool(self._rows) or self.scheduler.has_work
+        """Whether :meth:`step` would do anything: something runs, or is to be told."""
+        return self._untold or bool(self._rows) or self.scheduler.has_work
 
     # -- commands ---------------------------------------------------------------------------------
 
     def apply(self, command: Command) -> None:
         """Take one command, between steps."""
+        self._untold = True
         match command:
             case Submit():
                 self._submit(command)
@@ -121,9 +124,15 @@ class StepLoop:
             return
         try:
             self.executor.add(sequence, params, command.seed)
-        except TextError as error:
-            self.scheduler.fail(sequence, str(error), self._clock())
-            self._refuse(command, str(error))
+        except Exception as error:
+            # Most often a grammar that does not compile. What nobody foresaw, out of a grammar
+            # library say, must not end the other requests either.
+            message = str(error)
+            if not isinstance(error, TextError):
+                logger.exception("Request %s could not be set up", command.request_id)
+                message = f"The request could not be set up ({type(error).__name__})."
+            self.scheduler.fail(sequence, message, self._clock())
+            self._refuse(command, message)
             return
         self._drawing[command.request_id] = (params, command.seed)
 
@@ -156,16 +165,20 @@ class StepLoop:
         for ended in self.scheduler.take_ended():
             self._add_row(ended, None)
         self._announce(plan)
+        if plan.copies:
+            self.executor.copy_pages(plan.copies)
         if not plan:
             return
         began = self._clock()
-        results = self._execute(plan)
+        results, whole = self._execute(plan)
         ended_at = self._clock()
         self._step_seconds = ended_at - began
         self._step_tokens = plan.num_tokens
         self._busy += self._step_seconds
         outcomes = [result.outcome for result in results]
-        for progress in self.scheduler.commit(plan, outcomes, ended_at, self._step_seconds):
+        # A step that had to be tried again says nothing of what steps cost.
+        seconds = self._step_seconds if whole else 0.0
+        for progress in self.scheduler.commit(plan, outcomes, ended_at, seconds):
             self._add_row(progress, results[progress.chunk])
         now = self._clock()
         self._turns.observe(StepCost.of(plan), now - turn_began)
@@ -180,7 +193,8 @@ class StepLoop:
             if isinstance(event, Admitted):
                 rows += self._charges(event)
         events = [encode(event) for event in happened]
-        if rows or members or events:
+        if rows or members or events or self._untold:
+            self._untold = False
             snapshot = self._snapshot()
             self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
 
@@ -201,27 +215,38 @@ class StepLoop:
             if sequence.index == event.index and not sequence.preemptions
         ]
 
-    def _execute(self, plan: Plan) -> list[ChunkResult]:
-        """Run a plan. Where that fails, its rows are tried again in halves, and what cannot run
-        alone has failed alone.
+    def _execute(self, plan: Plan) -> tuple[list[ChunkResult], bool]:
+        """Run a plan; also whether it ran as a whole. Where that fails, its rows are tried again
+        in halves, and what cannot run alone has failed alone.
+
+        Raises :class:`~turnstile.core.pages.AuditError` where the failure left the books wrong: no
+        page can be trusted then, and a new engine computes them again from the journal.
         """
         try:
-            return self.executor.execute(plan)
+            return self.executor.execute(plan), True
         except Exception as error:
             # Whatever it was, it must not end the other requests: that is this method's purpose.
             logger.exception("Step %d failed with %d rows", plan.step, len(plan.chunks))
-            if len(plan.chunks) == 1:
-                message = f"The request failed in the model ({type(error).__name__})."
-                results = [ChunkResult(Outcome(error=message))]
-            else:
-                middle = len(plan.chunks) // 2
-                results = [
-                    result
-                    for part in (plan.chunks[:middle], plan.chunks[middle:])
-                    for result in self._execute(Plan(plan.step, part))
-                ]
+            results = self._halve(plan, error)
             self.scheduler.audit()
-            return results
+            return results, False
+
+    def _halve(self, plan: Plan, error: Exception) -> list[ChunkResult]:
+        """The results of a plan that failed, from what of it can run."""
+        chunks = plan.chunks
+        if len(chunks) == 1:
+            request_id = chunks[0].sequence.request.id
+            logger.error("Request %s fails alone: %s", request_id, type(error).__name__)
+            message = f"The request failed in the model ({type(error).__name__})."
+            return [ChunkResult(Outcome(error=message))]
+        results = []
+        middle = len(chunks) // 2
+        for part in (Plan(plan.step, chunks[:middle]), Plan(plan.step, chunks[middle:])):
+            try:
+                results += self.executor.execute(part)
+            except Exception as again:  # as above
+                results += self._halve(part, again)
+        return results
 
     def _add_row(self, progress: Progress, result: ChunkResult | None) -> None:
         sequence = progress.sequence

@@ -62,9 +62,7 @@ class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
 
 
 class Control(msgspec.Struct, array_like=True, tag="control"):
-    """``reset_prefix_cache``, ``drain`` (finish what runs), ``stop`` (end now), or, where fault
-    injection is enabled, ``fault:<what>``.
-    """
+    """``reset_prefix_cache``, or ``stop`` (end now)."""
 
     action: str
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,9 +61,11 @@ class Runner:
         self._builder.forget(sequence)
 
     @torch.inference_mode()
+    def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
+        self._decoder.backend.copy_pages(self._kv, list(copies))
+
+    @torch.inference_mode()
     def execute(self, plan: Plan) -> list[ChunkResult]:
-        if plan.copies:
-            self._decoder.backend.copy_pages(self._kv, list(plan.copies))
         batch = self._builder.build(plan)
         logits = self._decoder.forward(batch, self._kv)
         draws, at = [], 0

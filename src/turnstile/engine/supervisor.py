@@ -6,6 +6,9 @@ deaths is decided in :mod:`turnstile.engine.quarantine`. Torch-free.
 
 A restart counts against ``max_restarts`` unless the death narrowed the circle of suspects; the
 count begins anew when a request is served or a suspect cleared.
+
+While an engine is being restarted requests are still taken: they wait in the journal with the
+others. Once a restart has failed nobody knows how long it will take, and they are refused.
 """
 
 from __future__ import annotations
@@ -14,10 +17,12 @@ import asyncio
 import logging
 import time
 
-from turnstile.engine.client import EngineState, EngineUnavailableError
+import msgspec
+
+from turnstile.engine.client import EngineState, EngineUnavailableError, Generation
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.journal import Entry, JournalError
-from turnstile.engine.journaled import JournaledClient
+from turnstile.engine.journaled import JournaledClient, JournaledStream
 from turnstile.engine.process import EngineProcess
 from turnstile.engine.protocol import (
     Command,
@@ -37,6 +42,7 @@ LOADING_TIMEOUT = 600.0
 _WATCH = 1.0
 _STOPPING = 2.0
 _LONGEST_PAUSE = 5.0
+_LEAST_WAIT = 1.0
 _SERVED = ("stop", "length", "timeout")
 
 
@@ -48,6 +54,8 @@ class ProcessEngine(JournaledClient):
         self.config = config
         self.epoch = 0
         """Engine processes started so far."""
+        self._told_epoch = 0
+        """The engine whose snapshot is the latest."""
         self._engine: EngineProcess | None = None
         self._inside: dict[str, None] = {}
         """Requests the engine that runs now knows of."""
@@ -55,7 +63,11 @@ class ProcessEngine(JournaledClient):
         """Requests in the step that runs now."""
         self._quarantine = Quarantine()
         self._restarts = 0
-        self._heard = 0.0
+        self._starts_in_vain = 0
+        """Engines started since one was ready."""
+        self._pause = 0.0
+        self._silence = 0.0
+        """Seconds without a word from the engine, of those in which we could have heard one."""
         self._ready = False
         self._stopping = False
         self._why = ""
@@ -87,9 +99,19 @@ class ProcessEngine(JournaledClient):
     def healthy(self) -> bool:
         if self._engine is None or not self._ready:
             return False
-        return not self._inside or time.monotonic() - self._heard < self.config.step_timeout
+        return not self._inside or self._silence < self.config.step_timeout
 
     # -- requests ---------------------------------------------------------------------------------
+
+    def submit(self, generation: Generation) -> JournaledStream:
+        if self.state is EngineState.RECOVERING and self._starts_in_vain > 1:
+            known = self.info.load_seconds if self.info is not None else 0.0
+            raise EngineUnavailableError(
+                "The engine has died and is being restarted, so far in vain.",
+                self.state,
+                max(_LEAST_WAIT, self._pause + known),
+            )
+        return super().submit(generation)
 
     def _enter(self, entry: Entry) -> None:
         if self._ready and self._quarantine.admits(entry.generation.request_id, entry.proven):
@@ -98,7 +120,7 @@ class ProcessEngine(JournaledClient):
     def _submit(self, entry: Entry) -> None:
         request_id = entry.generation.request_id
         if not self._inside:
-            self._heard = time.monotonic()  # an idle engine owes us nothing: the clock starts now
+            self._silence = 0.0  # an idle engine owes us nothing: the clock starts now
         self._inside[request_id] = None
         for command in entry.submits():
             self._send(command)
@@ -115,6 +137,8 @@ class ProcessEngine(JournaledClient):
 
     def _left(self, request_id: str) -> None:
         self._inside.pop(request_id, None)
+        if not self._ready:
+            self._report_no_engine()
         if self._quarantine.is_suspect(request_id):
             self._quarantine.left(request_id)
             self._call_submit_admitted()
@@ -134,7 +158,7 @@ class ProcessEngine(JournaledClient):
         if engine is not self._engine or self._stopping:
             return
         message = decode_message(payload)
-        self._heard = time.monotonic()
+        self._silence = 0.0
         if message.epoch != engine.epoch:
             return
         match message:
@@ -148,6 +172,7 @@ class ProcessEngine(JournaledClient):
                 self._on_ready(message)
 
     def _on_step(self, result: StepResult) -> None:
+        self._told_epoch = result.epoch
         self._members = list(dict.fromkeys(request_id for request_id, _ in result.members))
         try:
             self._take(result)
@@ -173,6 +198,7 @@ class ProcessEngine(JournaledClient):
         self.info, self.loading = info, None
         self._ready = True
         self._why = ""
+        self._starts_in_vain = 0
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.READY
         if self._started is not None and not self._started.done():
@@ -187,7 +213,8 @@ class ProcessEngine(JournaledClient):
     async def _launch(self, pause: float) -> None:
         await asyncio.sleep(pause)
         self.epoch += 1
-        self._heard = time.monotonic()
+        self._starts_in_vain += 1
+        self._silence = 0.0
         self._engine = engine = EngineProcess(self.epoch, self._on_message, self._on_lost)
         try:
             await engine.launch(self.config)
@@ -202,6 +229,7 @@ class ProcessEngine(JournaledClient):
         """Kill an engine that hangs or talks nonsense; what follows is as if it had died."""
         logger.error("%s The engine is killed and restarted.", why)
         if self._engine is not None:
+            self._why = why
             self._ready = False
             self._engine.kill()
 
@@ -218,6 +246,7 @@ class ProcessEngine(JournaledClient):
         self._journal.restart(self.snapshot.tenants)
         self._inside.clear()
         self._members = []
+        self._report_no_engine()
         self._restarts += not narrowed
         if self._restarts > self.config.max_restarts:
             self._die(f"{why} It was restarted {self.config.max_restarts} times in vain.")
@@ -225,9 +254,35 @@ class ProcessEngine(JournaledClient):
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.RECOVERING
         logger.warning("%s Restarting it; %d requests wait.", why, len(self._journal.entries))
-        pause = min(_LONGEST_PAUSE, 0.1 * 2 ** (self._restarts - 2)) if self._restarts > 1 else 0.0
+        again = self._restarts - 2
+        self._pause = min(_LONGEST_PAUSE, 0.1 * 2**again) if again >= 0 else 0.0
         self._tasks = [task for task in self._tasks if not task.done()]
-        self._tasks.append(asyncio.create_task(self._launch(pause)))
+        self._tasks.append(asyncio.create_task(self._launch(self._pause)))
+
+    def _report_no_engine(self) -> None:
+        """Tell the listeners that nothing runs and no page is held: the pool is gone."""
+        if self._stopping or not self._told_epoch:
+            return
+        last = self.snapshot
+        self._tell(
+            StepResult(
+                self._told_epoch,
+                last.step,
+                [],
+                [],
+                msgspec.structs.replace(
+                    last,
+                    time=time.monotonic(),
+                    running=0,
+                    waiting=len(self._journal.entries),
+                    waiting_tokens=0,
+                    waiting_by_reason={},
+                    pages_free=last.pages_total,
+                    pages_held=0,
+                    pages_cached=0,
+                ),
+            )
+        )
 
     def _judge(self) -> bool:
         """Find out what the death tells about those in its step; end the guilty one, if known."""
@@ -252,12 +307,19 @@ class ProcessEngine(JournaledClient):
     # -- the watchdog -----------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """Look every second (oftener for short timeouts) whether the engine is stuck."""
+        """Look every second (oftener for short timeouts) whether the engine is stuck.
+
+        Seconds in which this process itself did not get to run, or the whole machine slept, do
+        not count: what the engine said in them has not been read yet.
+        """
         interval = min(_WATCH, self.config.step_timeout / 4)
+        last = time.monotonic()
         while True:
             await asyncio.sleep(interval)
             now = time.monotonic()
-            silence = now - self._heard
+            self._silence += min(now - last, 2 * interval)
+            last = now
+            silence = self._silence
             if self._ready and self._inside and silence > self.config.step_timeout:
                 self._distrust(f"No step has ended for {silence:.1f} s while work waits.")
             elif self._engine is not None and not self._ready and silence > LOADING_TIMEOUT:

@@ -13,7 +13,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -94,29 +93,18 @@ def run(channel: Channel, loop: StepLoop) -> None:
     """Apply what has come, step, and again; sleep while there is nothing to do. Returns when told
     to stop.
     """
-    timeout: float | None = None
+    stuck = False
     while True:
+        timeout = (_LOOK_AGAIN if stuck else 0) if loop.has_work else None
         for payload in channel.receive(timeout):
             for command in decode_commands(payload).commands:
-                if isinstance(command, Control) and _obey(command.action):
+                if isinstance(command, Control) and command.action == "stop":
                     return
                 loop.apply(command)
-        timeout = 0 if loop.has_work else None
         if loop.has_work:
             before = channel.num_sent
             loop.step()
-            if channel.num_sent == before:
-                timeout = _LOOK_AGAIN
-
-
-def _obey(action: str) -> bool:
-    """True for ``stop``. Where fault injection is enabled, suffer the fault."""
-    if action.startswith("fault:") and os.environ.get("TURNSTILE_FAULTS") == "1":
-        if action == "fault:exit":
-            os._exit(17)
-        if action == "fault:hang":
-            time.sleep(3600)
-    return action == "stop"
+            stuck = channel.num_sent == before
 
 
 def _explain(error: Exception) -> str:
