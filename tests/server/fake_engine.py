@@ -22,7 +22,14 @@ from turnstile.engine.client import (
     NeverFitsError,
     Stream,
 )
-from turnstile.engine.protocol import EngineInfo, Row, Snapshot, StepResult, TokenLogprobs
+from turnstile.engine.protocol import (
+    CostModel,
+    EngineInfo,
+    Row,
+    Snapshot,
+    StepResult,
+    TokenLogprobs,
+)
 
 Script = Callable[[Generation, int], list[int]]
 """The tokens of a sample; when they run out, they begin again."""
@@ -107,6 +114,7 @@ class FakeEngine(EngineClient):
         self.failures: dict[int, Failure] = {}
         self.held = False
         self.cached_tokens = 0
+        self.cost = CostModel()
         self.resets = 0
         self.alive = True
         self.epoch = 1
@@ -273,7 +281,7 @@ class FakeEngine(EngineClient):
         self.snapshot = Snapshot(
             time=time.monotonic(), step=self._step, running=len(running),
             waiting=len(self._queue), pages_total=pages, pages_held=len(running),
-            pages_free=pages - len(running), generated_tokens=self._generated,
+            pages_free=pages - len(running), generated_tokens=self._generated, cost=self.cost,
             waiting_by_reason={"slots": len(self._queue)} if self._queue else {},
         )  # fmt: skip
         happened, self._events = [encode(event) for event in self._events], []

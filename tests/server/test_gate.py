@@ -1,81 +1,128 @@
+"""The gate behind HTTP: what a refusal says, and that every ending gives its place back."""
+
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from turnstile.server.errors import ApiError
-from turnstile.server.gate import Place, StaticGate, Work
-
-
-def work(tokens: int = 10, n: int = 1) -> Work:
-    return Work(tenant="t", prompt_tokens=tokens, max_tokens=10, n=n)
+from server.served import Serve, Served, events, until
+from turnstile.engine.protocol import CostModel
+from turnstile.server.gate import Gate
 
 
-def test_an_idle_server_is_never_full() -> None:
-    gate = StaticGate(slots=2, max_requests=0, max_tokens=0)
-    first = gate.enter([work(), work()], 0.0)
-    with pytest.raises(ApiError) as refused:
-        gate.enter([work()], 0.0)
-    assert refused.value.status == 503
-    assert refused.value.code == "engine_overloaded"
-    assert dict(refused.value.headers())[b"x-should-retry"] == b"true"
-    first[0].start(1.0)
-    first[0].leave(2.0)
-    gate.enter([work()], 2.0)
+def gate_of(served: Served) -> Gate:
+    gate = served.service.gate
+    assert gate is not None
+    return gate
 
 
-def test_waiting_tokens_are_bounded() -> None:
-    gate = StaticGate(slots=1, max_requests=None, max_tokens=100)
-    gate.enter([work(1000)], 0.0)[0].start(0.0)
-    gate.enter([work(60)], 0.0)
-    with pytest.raises(ApiError):
-        gate.enter([work(60)], 0.0)
-    gate.enter([work(40)], 0.0)
-    assert gate.rejections() == {"max_num_queued_reqs": 0, "max_num_queued_tokens": 1}
+async def burst(served: Served, count: int, **body: Any) -> list[httpx.Response]:
+    return list(await asyncio.gather(*(served.complete(**body) for _ in range(count))))
 
 
-def test_several_enter_together_or_not_at_all() -> None:
-    gate = StaticGate(slots=1, max_requests=4, max_tokens=None)
-    with pytest.raises(ApiError) as refused:
-        gate.enter([work()] * 10, 0.0)
-    assert gate.load == 0
-    assert refused.value.retry_after is None  # alone more than the queue: waiting does not help
-    gate.enter([work()] * 5, 0.0)
-    with pytest.raises(ApiError) as refused:
-        gate.enter([work()], 0.0)
-    assert refused.value.retry_after is not None
-    assert 1 <= refused.value.retry_after <= 60
-
-
-actions = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 30), st.integers(1, 4)), max_size=80)
-
-
-@given(actions, st.integers(1, 4), st.integers(0, 6), st.integers(0, 50))
-def test_places_are_conserved(
-    moves: list[tuple[int, int, int]], slots: int, requests: int, tokens: int
+def test_of_a_burst_exactly_slots_and_queue_are_served_and_the_rest_know_when_to_return(
+    serve: Serve,
 ) -> None:
-    gate = StaticGate(slots, requests, tokens)
-    inside: list[Place] = []
-    for kind, number, n in moves:
-        if kind == 0:
-            try:
-                inside += gate.enter([work(number, n)], 0.0)
-            except ApiError:
-                assert inside
-        elif inside:
-            place = inside[number % len(inside)]
-            if kind == 1:
-                place.start(0.0)
+    async def scenario() -> None:
+        async with serve(max_num_seqs=2, config={"max_num_queued_reqs": 8}) as served:
+            served.engine.held = True
+            all_in = asyncio.create_task(burst(served, 50, max_tokens=3))
+            await until(lambda: gate_of(served).rejections["max_num_queued_reqs"] == 40)
+            served.engine.held = False
+            answers = await all_in
+            assert [a.status_code for a in answers].count(200) == 10
+            refused = [a for a in answers if a.status_code != 200]
+            for answer in refused:
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "engine_overloaded"
+                assert answer.json()["error"]["type"] == "overloaded"
+                assert 1 <= int(answer.headers["retry-after"]) <= 60
+                assert 1000 <= int(answer.headers["retry-after-ms"]) <= 60_000
+                assert answer.headers["x-should-retry"] == "true"
+            # Not all at the same moment: those told later come later.
+            waits = [int(a.headers["retry-after-ms"]) for a in refused]
+            assert len(set(waits)) > 1
+            gate = gate_of(served)
+            assert gate.rejections["max_num_queued_reqs"] == 40
+            assert gate.load == 0
+            assert (await served.complete()).status_code == 200
+
+    asyncio.run(scenario())
+
+
+def test_a_predicted_wait_over_the_bound_is_refused_and_says_how_long_it_is(serve: Serve) -> None:
+    async def scenario() -> None:
+        config = {"max_queue_wait": 1.0}
+        async with serve(max_num_seqs=1, delay=0.005, config=config) as served:
+            served.engine.cost = CostModel(alpha=0.1, samples=100)
+            running = asyncio.create_task(served.complete(max_tokens=200, ignore_eos=True))
+            await until(lambda: gate_of(served).running == 1)
+            answer = await served.complete(max_tokens=200, ignore_eos=True)
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+            assert error["code"] == "engine_overloaded"
+            assert "would wait about" in error["message"]
+            # 200 steps of 0.1 s are to come; a second of waiting is allowed.
+            assert 15 <= int(answer.headers["retry-after"]) <= 25
+            assert gate_of(served).rejections["max_queue_wait"] == 1
+            assert (await running).status_code == 200
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("ending", ["cancel", "error", "stop", "timeout", "unavailable"])
+def test_every_ending_gives_the_place_back(serve: Serve, ending: str) -> None:
+    async def scenario() -> None:
+        async with serve(max_num_seqs=1, config={"max_num_queued_reqs": 1}) as served:
+            if ending == "cancel":
+                served.engine.held = True
+                task = asyncio.create_task(served.complete())
+                await until(lambda: gate_of(served).load == 1)
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+                await until(lambda: gate_of(served).load == 0)
+                served.engine.held = False
+            elif ending == "error":
+                from server.fake_engine import Failure
+
+                served.engine.failures[0] = Failure("broken", after=1)
+                assert (await served.complete()).status_code == 500
+            elif ending == "stop":
+                assert (await served.complete(stop=["lo"])).status_code == 200
+            elif ending == "timeout":
+                assert (await served.complete(timeout=1e-9)).status_code == 504
             else:
-                place.leave(0.0)
-                place.leave(0.0)
-                inside.remove(place)
-        state: Any = gate
-        waiting = [place for place in inside if not place.started]
-        assert state._waiting == len(waiting)
-        assert state._waiting_tokens == sum(place.work.prompt_tokens for place in waiting)
-        assert state._running == sum(place.work.n for place in inside if place.started)
-        assert len(waiting) <= requests + slots
+                from turnstile.engine.client import EngineState
+
+                served.engine.state = EngineState.RECOVERING
+                assert (await served.complete()).status_code == 503
+                served.engine.state = EngineState.READY
+            assert gate_of(served).load == 0
+            assert (await served.complete()).status_code == 200
+            assert gate_of(served).load == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_calibration_is_exported(serve: Serve) -> None:
+    async def scenario() -> None:
+        async with serve() as served:
+            served.engine.cost = CostModel(alpha=0.001, samples=100)
+            events(await served.complete(max_tokens=3, stream=True))
+            events(await served.complete(max_tokens=3, stream=True))
+            text = (await served.client.get("/metrics")).text
+            found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line[0] != "#")
+            for quantity in ("wait", "ttft"):
+                label = f'{{quantity="{quantity}"}}'
+                made = float(found[f"turnstile_gate_predictions_total{label}"])
+                assert made >= 1
+                assert 0 <= float(found[f"turnstile_gate_covered_predictions_total{label}"]) <= made
+                assert float(found[f"turnstile_gate_actual_seconds_total{label}"]) > 0
+                assert f"turnstile_gate_predicted_seconds_total{label}" in found
+            assert float(found["turnstile_gate_accepted_total"]) == 2
+            assert float(found["turnstile_gate_waiting"]) == 0
+
+    asyncio.run(scenario())

@@ -97,6 +97,6 @@ def test_an_overloaded_server_is_retried_as_it_asks(serve: Serve) -> None:
             )
             assert all(answer.choices[0].finish_reason == "length" for answer in answers)
             gate: Any = served.service.gate
-            assert gate.rejections()["max_num_queued_reqs"] >= 1
+            assert gate.rejections["max_num_queued_reqs"] >= 1
 
     asyncio.run(test())

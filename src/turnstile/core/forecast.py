@@ -167,7 +167,7 @@ class Calibration:
         self.predicted_seconds = 0.0
         self.actual_seconds = 0.0
         self._medians = [0.0] * self._DECADES
-        self._p90s = [math.log(1.5)] * self._DECADES
+        self._p90s = [math.log(2.0)] * self._DECADES
 
     def correct(self, raw: float) -> tuple[float, float]:
         """The median and the 90th percentile for a raw prediction, both at least 0."""

@@ -139,6 +139,7 @@ def _build_real(
         admission=config.admission,
         exact=backend.exact,
         load_seconds=time.monotonic() - began,
+        scheduling_policy=config.scheduling_policy,
     )
     return lambda emit: StepLoop(scheduler, runner, epoch, emit), info
 
@@ -176,6 +177,7 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
         admission=config.admission,
         exact=True,
         load_seconds=0.0,
+        scheduling_policy=config.scheduling_policy,
     )
     return lambda emit: StepLoop(scheduler, executor, epoch, emit), info
 

@@ -18,6 +18,7 @@ from turnstile.core.admission import NeverFitsError
 from turnstile.core.cost import CostModel as StepCostModel
 from turnstile.core.cost import StepCost
 from turnstile.core.events import Admitted, encode
+from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Outcome, Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence
 from turnstile.core.scheduler import Scheduler
@@ -310,6 +311,7 @@ class StepLoop:
             tenants=scheduler.queue.counters(),
             cost=_fitted(scheduler.cost),
             turn=_fitted(self._turns),
+            prefill_tokens=prefill_left(scheduler.running),
         )
 
 

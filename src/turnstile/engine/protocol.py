@@ -149,6 +149,8 @@ class Snapshot(msgspec.Struct, array_like=True):
     """Of the forward passes alone."""
     turn: CostModel = CostModel()
     """Of whole turns of the loop: planning, committing and messages included."""
+    prefill_tokens: int = 0
+    """Prompt tokens that those running have still to compute."""
 
 
 class StepResult(msgspec.Struct, array_like=True, tag="step"):
@@ -189,6 +191,7 @@ class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):
     admission: str
     exact: bool
     load_seconds: float
+    scheduling_policy: str = "fair"
 
     @property
     def kv_tokens(self) -> int:

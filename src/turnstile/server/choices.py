@@ -155,4 +155,5 @@ class Job:
         if self.stream is not None and self.unfinished:
             self.stream.cancel()
         if self.place is not None:
-            self.place.leave(now)
+            ended = [c.text.num_tokens for c in self.choices if c.finish in ("stop", "length")]
+            self.place.leave(now, ended)

@@ -45,6 +45,8 @@ class ServerConfig:
     """Most requests waiting to start; more are answered 503 `engine_overloaded`."""
     max_num_queued_tokens: int | None = None
     """Most prompt tokens waiting to be computed. Default: no bound but that on requests."""
+    max_queue_wait: float = 60.0
+    """Most seconds a request may be predicted to wait for a slot; more is answered 503. 0: any."""
     prefix_sharing: Literal["tenant", "all"] = "tenant"
     """Who shares the prefix cache: only requests with the same key, or everybody."""
     generation_config: Literal["auto", "turnstile"] = "auto"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import CostModel
-from turnstile.server.gate import StaticGate
+from turnstile.server.gate import REASONS, Gate
 from turnstile.server.histogram import Histogram
 from turnstile.server.metrics import OUTCOMES, Metrics
 
@@ -91,8 +91,22 @@ def _cost(field: str) -> Callable[[Metrics], Labelled]:
 
 def _rejections(metrics: Metrics) -> Labelled:
     if metrics.gate is None:
-        return dict.fromkeys(StaticGate.REASONS, 0)
-    return metrics.gate.rejections()
+        return dict.fromkeys(REASONS, 0)
+    return metrics.gate.rejections
+
+
+def _gate(read: Callable[[Gate], float]) -> Callable[[Metrics], float]:
+    return lambda metrics: 0.0 if metrics.gate is None else read(metrics.gate)
+
+
+def _calibration(field: str) -> Callable[[Metrics], Labelled]:
+    def read(metrics: Metrics) -> Labelled:
+        gate = metrics.gate
+        if gate is None:
+            return {"wait": 0.0, "ttft": 0.0}
+        return {"wait": getattr(gate.wait, field), "ttft": getattr(gate.ttft, field)}
+
+    return read
 
 
 def _engine_states(metrics: Metrics) -> Labelled:
@@ -157,6 +171,22 @@ SERIES: tuple[Series, ...] = (
            read=_successes, label="reason", vllm="request_success", vllm_label="finished_reason"),
     Series(kind="counter", name="rejections", help="Requests the gate refused, by reason.",
            read=_rejections, label="reason", vllm="admission_rejections"),
+    Series(kind="gauge", name="gate_waiting", help="Prompts let in that have no slot yet.",
+           read=_gate(lambda gate: gate.waiting)),
+    Series(kind="gauge", name="gate_waiting_tokens", help="Their tokens.",
+           read=_gate(lambda gate: gate.waiting_tokens)),
+    Series(kind="counter", name="gate_accepted", help="Prompts let in.",
+           read=_gate(lambda gate: gate.accepted)),
+    Series(kind="counter", name="gate_predictions",
+           help="Predictions of the wait for a slot, and of TTFT, that could be compared.",
+           read=_calibration("count"), label="quantity"),
+    Series(kind="counter", name="gate_covered_predictions",
+           help="Those whose actual value was within the predicted 90th percentile.",
+           read=_calibration("covered"), label="quantity"),
+    Series(kind="counter", name="gate_predicted_seconds", help="Sum of the predicted medians.",
+           read=_calibration("predicted_seconds"), label="quantity"),
+    Series(kind="counter", name="gate_actual_seconds", help="Sum of what came instead.",
+           read=_calibration("actual_seconds"), label="quantity"),
     Series(kind="counter", name="http_responses", help="Answers by status class.",
            read=lambda metrics: {f"{k}xx": metrics.responses[f"{k}xx"] for k in (2, 3, 4, 5)},
            label="status"),

@@ -20,7 +20,7 @@ from turnstile.server.errors import (
 )
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames
-from turnstile.server.gate import Work
+from turnstile.server.gate import enter, work_of
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import final_max_tokens
 from turnstile.server.prompts import TokenizedPrompt
@@ -183,16 +183,8 @@ class Answer:
         service, jobs = self._service, self._record.jobs
         _, gate = service.require_model()
         now = service.clock()
-        works = [
-            Work(
-                tenant=job.generation.tenant,
-                prompt_tokens=job.num_prompt,
-                max_tokens=job.generation.max_tokens,
-                n=job.generation.n,
-            )
-            for job in jobs
-        ]
-        for job, place in zip(jobs, gate.enter(works, now), strict=True):
+        works = [work_of(job.generation) for job in jobs]
+        for job, place in zip(jobs, enter(gate, works, now), strict=True):
             job.place = place
         self._record.accepted = now
         exchange = self._exchange
@@ -305,7 +297,7 @@ class Answer:
             job.computed = True
             self._metrics.prompt_computed(job)
             if job.place is not None:
-                job.place.start(now)
+                job.place.first_token(now)
         if choice.finish is not None:
             job.unfinished -= 1
             if row.finish is None and job.stream is not None:

@@ -19,7 +19,7 @@ from turnstile.server.config import ServerConfig
 from turnstile.server.cors import Cors
 from turnstile.server.errors import ApiError, model_loading, shutting_down
 from turnstile.server.exchange import Exchange
-from turnstile.server.gate import Gate, StaticGate
+from turnstile.server.gate import Gate, make_gate, view_of
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
 from turnstile.server.sse import KEEP_ALIVE
@@ -91,9 +91,7 @@ class Service:
         info = self.engine.info
         assert info is not None
         self.model = model
-        self.gate = StaticGate(
-            info.max_num_seqs, self.config.max_num_queued_reqs, self.config.max_num_queued_tokens
-        )
+        self.gate = make_gate(self.config, info)
         self.metrics.ready(model.name, info, self.gate)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
@@ -138,6 +136,9 @@ class Service:
 
     def _on_step(self, result: StepResult) -> None:
         """Let everybody who follows requests know what happened to them."""
+        if self.gate is not None and self.engine.info is not None:
+            steps = int(self.metrics.engine_total("step"))
+            self.gate.learn(view_of(result.snapshot, steps, self.engine.info.page_size))
         happened = [e for kind, fields in result.events if (e := decode(kind, fields)) is not None]
         for event in happened:
             if isinstance(event, Admitted):

@@ -1,0 +1,263 @@
+"""Who is inside: :class:`Place` for each prompt let in, and their sums in :class:`Crowd`.
+
+What a gate needs to know of those before a newcomer, kept up to date in O(1) a change: sums of the
+waiting by tenant and priority, and of those that run how many outputs they are still to draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from turnstile.core.forecast import Ahead, Estimate, OutputMeans
+from turnstile.core.scheduler import OUTPUT_CHARGE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one prompt will cost.
+
+    Attributes
+    ----------
+    tenant, weight, priority
+        Whose it is, and where it stands in the queue.
+    prompt_tokens, n
+        Tokens to compute, samples wanted.
+    min_tokens, max_tokens
+        Least and most outputs of each sample.
+    """
+
+    tenant: str = "default"
+    weight: float = 1.0
+    priority: int = 0
+    prompt_tokens: int
+    max_tokens: int
+    min_tokens: int = 0
+    n: int = 1
+
+
+class Keeper(Protocol):
+    """Who is told what becomes of a place."""
+
+    def on_start(self, place: Place, now: float) -> None:
+        """It got a slot."""
+
+    def on_first_token(self, place: Place, now: float) -> None:
+        """Its first token came out."""
+
+    def on_leave(self, place: Place, now: float, outputs: Sequence[int]) -> None:
+        """It ended."""
+
+
+class Place:
+    """A place in the queue, from acceptance until the prompt's last sample ends."""
+
+    __slots__ = (
+        "_keeper",
+        "entered",
+        "estimate",
+        "expected",
+        "first_step",
+        "left",
+        "started",
+        "work",
+    )
+
+    def __init__(self, keeper: Keeper, work: Work, expected: float, now: float) -> None:
+        self._keeper = keeper
+        self.work = work
+        self.expected = expected
+        """Outputs of each sample, as forecast."""
+        self.entered = now
+        self.estimate: Estimate | None = None
+        """What was predicted at the door; None while the cost model was cold."""
+        self.started = False
+        self.first_step: int | None = None
+        self.left = False
+
+    def start(self, now: float) -> None:
+        """It got a slot. May be said again."""
+        if not self.started and not self.left:
+            self.started = True
+            self._keeper.on_start(self, now)
+
+    def first_token(self, now: float) -> None:
+        """Its first token came out. May be said again."""
+        if self.first_step is None and not self.left:
+            self.start(now)
+            self._keeper.on_first_token(self, now)
+
+    def leave(self, now: float, outputs: Sequence[int] = ()) -> None:
+        """It ended, however. May be said again.
+
+        ``outputs`` are the lengths of the samples that ended by themselves: what the gate learns
+        output lengths from.
+        """
+        if not self.left:
+            self.left = True
+            self._keeper.on_leave(self, now, outputs)
+
+
+class Lane:
+    """The waiting work of one tenant at one priority, in sums."""
+
+    __slots__ = ("outputs", "prompt_tokens", "prompts", "samples")
+
+    def __init__(self) -> None:
+        self.prompts = 0
+        self.samples = 0
+        self.prompt_tokens = 0
+        self.outputs = 0.0
+
+    def add(self, place: Place, sign: int) -> None:
+        work = place.work
+        self.prompts += sign
+        self.samples += sign * work.n
+        self.prompt_tokens += sign * work.prompt_tokens
+        self.outputs += sign * work.n * place.expected
+
+    @property
+    def charge(self) -> float:
+        """What all of it will be charged."""
+        return self.prompt_tokens + OUTPUT_CHARGE * self.outputs
+
+
+class Crowd:
+    """Everybody inside. ``policy`` is the engine's queue policy: it says who stands before whom."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.waiting = Lane()
+        """All that wait."""
+        self.running_samples = 0
+        self.running_of: dict[str, int] = {}
+        """Running samples of each tenant that has any."""
+        self._running: dict[Place, None] = {}
+        self._lanes: dict[str, dict[int, Lane]] = {}
+        self._weights: dict[str, float] = {}
+        self._outputs: dict[str, OutputMeans] = {}
+        self._ends: tuple[int, list[float], float] | None = None
+
+    def enter(self, place: Place) -> None:
+        """Somebody begins to wait."""
+        work = place.work
+        self._weights[work.tenant] = work.weight
+        lanes = self._lanes.setdefault(work.tenant, {})
+        lane = lanes.get(work.priority)
+        if lane is None:
+            lane = lanes[work.priority] = Lane()
+        lane.add(place, 1)
+        self.waiting.add(place, 1)
+
+    def start(self, place: Place) -> None:
+        """Somebody got a slot."""
+        self._stop_waiting(place)
+        work = place.work
+        self._running[place] = None
+        self.running_samples += work.n
+        self.running_of[work.tenant] = self.running_of.get(work.tenant, 0) + work.n
+        self._ends = None
+
+    def leave(self, place: Place, outputs: Sequence[int]) -> None:
+        """Somebody is gone; ``outputs`` as in :meth:`Place.leave`."""
+        work = place.work
+        if not place.started:
+            self._stop_waiting(place)
+            return
+        del self._running[place]
+        self._ends = None
+        self.running_samples -= work.n
+        self.running_of[work.tenant] -= work.n
+        if not self.running_of[work.tenant]:
+            del self.running_of[work.tenant]
+        for length in outputs:
+            self._means(work.tenant).add(length)
+
+    def _stop_waiting(self, place: Place) -> None:
+        work = place.work
+        self.waiting.add(place, -1)
+        lanes = self._lanes[work.tenant]
+        lanes[work.priority].add(place, -1)
+        if not lanes[work.priority].prompts:
+            del lanes[work.priority]
+            if not lanes:
+                del self._lanes[work.tenant], self._weights[work.tenant]
+
+    def _means(self, tenant: str) -> OutputMeans:
+        means = self._outputs.get(tenant)
+        if means is None:
+            means = self._outputs[tenant] = OutputMeans()
+        return means
+
+    def expected(self, work: Work) -> float:
+        """Mean outputs of each of its samples, from what the tenant's have been."""
+        least = min(work.min_tokens, work.max_tokens)
+        return self._means(work.tenant).expected(least, work.max_tokens)
+
+    def ends(self, step: int) -> tuple[list[float], float]:
+        """Outputs to come of every sample that runs, ascending, and their mean context.
+
+        O(running), once a step at most.
+        """
+        if self._ends is None or self._ends[0] != step:
+            ends: list[float] = []
+            context = 0.0
+            for place in self._running:
+                work = place.work
+                first = step + 1 if place.first_step is None else place.first_step
+                done = max(0, step - first + 1)
+                left = place.expected - done
+                if left < 1.0:  # it has outlived its forecast: the older, the more to come
+                    left = max(1.0, done / 3)
+                left = max(1.0, min(left, work.max_tokens - done))
+                ends += [left] * work.n
+                context += work.n * (work.prompt_tokens + done)
+            ends.sort()
+            self._ends = (step, ends, context / len(ends) if ends else 0.0)
+        return self._ends[1], self._ends[2]
+
+    def ahead(self, work: Work, before: Ahead, served: Mapping[str, float]) -> Ahead:
+        """Who starts before a newcomer, after ``before``; ``served`` are the virtual counters."""
+        samples, prompt, outputs = before.samples, before.prompt_tokens, before.outputs
+        policy = self.policy
+        own = self._lanes.get(work.tenant, {}) if policy == "fair" else {}
+        if policy != "fair":
+            for lanes in self._lanes.values():
+                for priority, lane in lanes.items():
+                    if policy != "priority" or priority <= work.priority:
+                        samples += lane.samples
+                        prompt += lane.prompt_tokens
+                        outputs += lane.outputs
+            return Ahead(samples, prompt, outputs)
+        for priority, lane in own.items():
+            if priority <= work.priority:
+                samples += lane.samples
+                prompt += lane.prompt_tokens
+                outputs += lane.outputs
+        return self._others(work, Ahead(samples, prompt, outputs), served)
+
+    def _others(self, work: Work, own: Ahead, served: Mapping[str, float]) -> Ahead:
+        """Add what other tenants are owed by the time the newcomer's turn comes: the least served
+        goes first, so each gets as much for its weight as the newcomer's tenant.
+        """
+        least = min(served.values(), default=0.0)
+        charge = own.prompt_tokens + OUTPUT_CHARGE * own.outputs
+        turn = served.get(work.tenant, least) + charge / work.weight
+        samples, prompt, outputs = own.samples, own.prompt_tokens, own.outputs
+        for tenant, lanes in self._lanes.items():
+            if tenant == work.tenant:
+                continue
+            owed = (turn - served.get(tenant, least)) * self._weights[tenant]
+            if owed <= 0:
+                continue
+            total = sum(lane.charge for lane in lanes.values())
+            share = min(1.0, owed / total) if total else 1.0
+            for lane in lanes.values():
+                samples += share * lane.samples
+                prompt += share * lane.prompt_tokens
+                outputs += share * lane.outputs
+        return Ahead(samples, prompt, outputs)
+
+
+__all__ = ["Crowd", "Keeper", "Lane", "Place", "Work"]
