@@ -76,6 +76,8 @@ class FakeServer:
             respond(writer, 200, {"data": [{"id": "fake"}]})
         elif path == "/tokenize":
             respond(writer, 200, {"tokens": [len(word) for word in body["prompt"].split()]})
+        elif path == "/detokenize":
+            respond(writer, 200, {"prompt": " ".join("x" * i for i in body["tokens"])})
         else:
             self.requests.append(body)
             await self._script(body, Stream(writer))

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from turnstile.bench.corpus import Prose
 from turnstile.bench.http import BrokenResponseError, Response, Server
+from turnstile.bench.plan import plan
 from turnstile.bench.records import Attempt, read
-from turnstile.bench.workloads import WORKLOADS, choose, plan
+from turnstile.bench.workloads import WORKLOADS, choose
 
 BODY = b'data: {"choices":[{"text":"a"}]}\n\ndata: [DONE]\n\n'
 CHUNKED = (

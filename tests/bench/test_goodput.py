@@ -14,9 +14,10 @@ from bench.fake_server import Stream, respond, serving
 from turnstile.bench.arrivals import ClosedLoop
 from turnstile.bench.drive import Driver
 from turnstile.bench.metrics import Figures, goodput, measure, parse_limits
+from turnstile.bench.plan import Planned
 from turnstile.bench.records import Record
 from turnstile.bench.report import table
-from turnstile.bench.workloads import Planned, choose
+from turnstile.bench.workloads import choose
 
 
 def record(

@@ -14,7 +14,7 @@ from bench.fake_server import FakeServer, Script, Stream, in_a_thread, serving
 from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
 from turnstile.bench.drive import Driver
 from turnstile.bench.metrics import Figures, measure
-from turnstile.bench.workloads import Planned
+from turnstile.bench.plan import Planned
 from turnstile.cli.main import main
 
 

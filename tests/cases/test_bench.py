@@ -15,9 +15,9 @@ from bench.fake_server import Script, Stream, in_a_thread, respond, serving
 from turnstile.bench.arrivals import Arrivals, ClosedLoop
 from turnstile.bench.drive import Driver
 from turnstile.bench.metrics import Figures, distribution, measure, median_of, summarize
+from turnstile.bench.plan import Planned
 from turnstile.bench.records import Record
 from turnstile.bench.report import table
-from turnstile.bench.workloads import Planned
 from turnstile.cli.main import main
 
 

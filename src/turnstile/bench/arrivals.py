@@ -25,18 +25,13 @@ class ClosedLoop:
     ----------
     users
         How many.
-    ramp_s
-        The users come one after another over this many seconds, evenly.
     """
 
     users: int
-    ramp_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.users < 1:
             raise ValueError(f"a closed loop needs at least one user, got {self.users}")
-        if self.ramp_s < 0:
-            raise ValueError("the ramp must not be negative")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +65,6 @@ def all_at_once(count: int) -> Seconds:
     return np.zeros(count)
 
 
-def constant(rate: float, count: int) -> Seconds:
-    """Arrivals 1/`rate` seconds apart, the first at 0."""
-    _check_rate(rate)
-    return np.arange(count) / rate
-
-
 def gamma(rate: float, count: int, burstiness: float, rng: np.random.Generator) -> Seconds:
     """Arrivals with gamma-distributed gaps of mean 1/`rate`, the first after one gap.
 
@@ -92,44 +81,47 @@ def gamma(rate: float, count: int, burstiness: float, rng: np.random.Generator) 
     return np.cumsum(gaps)
 
 
-def poisson(rate: float, count: int, rng: np.random.Generator) -> Seconds:
-    """Arrivals with independent exponential gaps of mean 1/`rate`, the first after one gap."""
-    return gamma(rate, count, 1.0, rng)
-
-
-def ramp(
-    times: Seconds,
-    rate: float,
-    start: float,
-    end: float,
-    strategy: Literal["linear", "exponential"] = "linear",
-) -> Seconds:
-    """Bend arrivals of a constant mean rate so that the rate moves from `start` to `end`.
-
-    The k-th arrival of the unit process keeps its place in units of expected arrivals: with the
-    intensity r(t), an arrival at cumulated intensity u is moved to the t with ∫r = u (time change
-    of a point process). The end rate is reached with the last arrival and would then stay.
+@dataclass(frozen=True, slots=True)
+class Ramp:
+    """An open loop whose rate moves over time.
 
     Parameters
     ----------
-    times
-        Arrivals drawn at the mean rate `rate` (1/s).
+    strategy
+        Whether the rate moves linearly or exponentially in time. (vLLM's flags of this name move
+        it over the number of requests sent.)
+    start, end
+        Arrivals per second at the beginning and at the last request.
     """
-    for value in (rate, start, end):
-        _check_rate(value)
-    if len(times) == 0:
-        return times
-    expected = times * rate
-    total = float(expected[-1])
-    if total <= 0 or math.isclose(start, end):
-        return expected / start
-    if strategy == "linear":
-        # r(t) = start + s·t with s chosen so that r is `end` where the integral is `total`
-        slope = (end**2 - start**2) / (2.0 * total)
-        return np.asarray((np.sqrt(start**2 + 2.0 * slope * expected) - start) / slope)
-    # r(t) = start·e^{gt}; the integral is (r − start)/g, hence g = (end − start)/total
-    growth = (end - start) / total
-    return np.asarray(np.log1p(growth * expected / start) / growth)
+
+    strategy: Literal["linear", "exponential"]
+    start: float
+    end: float
+
+    def __post_init__(self) -> None:
+        _check_rate(self.start)
+        _check_rate(self.end)
+
+    def bend(self, times: Seconds) -> Seconds:
+        """Bend arrivals of mean rate 1/s.
+
+        The k-th arrival keeps its place in units of expected arrivals: with the intensity r(t), an
+        arrival at cumulated intensity u is moved to the t with ∫r = u (time change of a point
+        process).
+        """
+        if len(times) == 0:
+            return times
+        total = float(times[-1])
+        if total <= 0 or math.isclose(self.start, self.end):
+            return times / self.start
+        if self.strategy == "linear":
+            # r(t) = start + s·t with s chosen so that r is `end` where the integral is `total`
+            slope = (self.end**2 - self.start**2) / (2.0 * total)
+            root = np.sqrt(self.start**2 + 2.0 * slope * times)
+            return np.asarray((root - self.start) / slope)
+        # r(t) = start·e^{gt}; the integral is (r − start)/g, hence g = (end − start)/total
+        growth = (self.end - self.start) / total
+        return np.asarray(np.log1p(growth * times / self.start) / growth)
 
 
 def _check_rate(rate: float) -> None:

@@ -54,6 +54,21 @@ class Uniform:
         return rng.integers(self.low, self.high, size=count, endpoint=True, dtype=np.int64)
 
 
+def around(tokens: int, ratio: float) -> LengthDistribution:
+    """Lengths between (1 − ratio) and (1 + ratio) times `tokens`, as vLLM's random dataset has.
+
+    Raises
+    ------
+    ValueError
+        Unless 0 ≤ ratio < 1.
+    """
+    if not 0 <= ratio < 1:
+        raise ValueError(f"--random-range-ratio must be at least 0 and below 1, got {ratio}")
+    if ratio == 0:
+        return Fixed(tokens)
+    return Uniform(max(1, math.floor(tokens * (1 - ratio))), math.ceil(tokens * (1 + ratio)))
+
+
 @dataclass(frozen=True, slots=True)
 class Lognormal:
     """Lengths whose logarithm is normal: many short, few long, as in chat traffic.

@@ -59,7 +59,16 @@ def distribution(samples: Iterable[float]) -> dict[str, float | int | None]:
 
 def measure(run: Run, limits: Limits | None = None) -> Figures:
     """All figures of one repetition, as they go into the JSON file."""
-    records = [read(a, run.start) for a in run.attempts]
+    return measure_records(run, records_of(run), limits)
+
+
+def records_of(run: Run) -> list[Record]:
+    """What became of each request, in the order they were sent."""
+    return [read(attempt, run.start) for attempt in run.attempts]
+
+
+def measure_records(run: Run, records: Sequence[Record], limits: Limits | None = None) -> Figures:
+    """All figures of one repetition whose answers have been read already."""
     return summarize(records, run.end - run.start, limits) | {"client_cpu_s": run.client_cpu}
 
 

@@ -21,6 +21,8 @@ class Attempt:
     ----------
     scheduled, sent, ended
         When it was due, when it was written, and when its answer was over.
+    wanted
+        Tokens the answer must have; None for any number.
     status, pieces
         HTTP status (0 for none) and the timed body bytes.
     error
@@ -31,7 +33,7 @@ class Attempt:
 
     scheduled: float
     sent: float
-    wanted: int
+    wanted: int | None
     ended: float = 0.0
     status: int = 0
     pieces: list[tuple[float, bytes]] = field(default_factory=list)
@@ -69,7 +71,7 @@ class Record:
     times: list[float]
     prompt_tokens: int
     output_tokens: int
-    wanted: int
+    wanted: int | None
     counted: Literal["usage", "events"]
     reason: str | None = None
     status: int = 0
@@ -116,8 +118,22 @@ class Record:
         return self.ended - self.due
 
 
+class _Delta(msgspec.Struct):
+    content: str | None = None
+    reasoning_content: str | None = None
+
+
 class _Choice(msgspec.Struct):
     text: str | None = None
+    delta: _Delta | None = None
+    token_ids: list[int] | None = None
+
+    @property
+    def said(self) -> str:
+        """The text of a completion's event, or of a chat's."""
+        if self.delta is None:
+            return self.text or ""
+        return (self.delta.reasoning_content or "") + (self.delta.content or "")
 
 
 class _PromptDetails(msgspec.Struct):
@@ -147,6 +163,8 @@ _EVENT = msgspec.json.Decoder(_Event)
 @dataclass(slots=True)
 class _Stream:
     times: list[float] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
     usage: _Usage | None = None
     queue: float | None = None
     finished: bool = False
@@ -182,6 +200,12 @@ def read(attempt: Attempt, start: float) -> Record:
     )
 
 
+def answer_of(attempt: Attempt) -> tuple[list[int], str]:
+    """The token ids of an answer, as far as the server tells them, and its text."""
+    stream = _read_stream(attempt.pieces)
+    return stream.ids, "".join(stream.texts)
+
+
 def _reason(attempt: Attempt, stream: _Stream, tokens: int) -> str | None:
     if attempt.error is not None:
         return attempt.error
@@ -193,7 +217,7 @@ def _reason(attempt: Attempt, stream: _Stream, tokens: int) -> str | None:
         return "the stream ended without [DONE]"
     if not stream.times:
         return "empty answer"
-    if tokens != attempt.wanted:
+    if attempt.wanted is not None and tokens != attempt.wanted:
         # Another amount of work cannot be compared, so it does not count as done.
         return "another number of tokens than asked for"
     return None
@@ -226,7 +250,10 @@ def _read_event(payload: bytes, now: float, stream: _Stream) -> None:
         stream.usage = event.usage
     if event.metrics is not None and event.metrics.queue_time_ms is not None:
         stream.queue = event.metrics.queue_time_ms / 1000.0
-    if any(choice.text for choice in event.choices):
+    text = "".join(choice.said for choice in event.choices)
+    stream.ids.extend(i for choice in event.choices for i in choice.token_ids or ())
+    if text:
+        stream.texts.append(text)
         stream.times.append(now)
 
 

@@ -10,23 +10,28 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
-
 from turnstile import __version__
 from turnstile.bench.arrivals import ClosedLoop
+from turnstile.bench.client import (
+    LocalTokenizer,
+    RemoteTokenizer,
+    ServerError,
+    Tokenizer,
+    first_model,
+)
 from turnstile.bench.corpus import Prose
 from turnstile.bench.drive import Driver, Run
-from turnstile.bench.http import BrokenResponseError, Pool, Response, Server
-from turnstile.bench.metrics import Figures, Limits, measure, median_of
+from turnstile.bench.endpoints import Chat, Completions, Endpoint
+from turnstile.bench.fields import detail, flat
+from turnstile.bench.http import Server
+from turnstile.bench.metrics import Figures, Limits, measure_records, median_of, records_of
+from turnstile.bench.plan import Planned, passage, plan, with_text
 from turnstile.bench.processes import ProcessTree
-from turnstile.bench.workloads import Planned, Workload, passage, plan
+from turnstile.bench.workloads import Workload
 
 LENGTH_SEED = 101  # W1: 50,735 prompt and 33,376 output tokens
 FORMAT = "turnstile-bench-1"
-
-
-class ServerError(Exception):
-    """The server cannot be measured; the message says why."""
+ENDPOINTS = (Completions.path, Chat.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +52,12 @@ class Settings:
         First process of the server, whose CPU time and memory are to be watched.
     limits
         Limits of goodput in milliseconds, by the short names of the latencies.
+    endpoint
+        One of :data:`ENDPOINTS`.
+    tokenizer
+        Path of the model whose tokenizer cuts the prompts; None asks the server's.
+    ignore_eos
+        Ask for answers of exactly their length, and count others as failed.
     """
 
     repeat: int = 1
@@ -56,12 +67,17 @@ class Settings:
     time_limit: float | None = None
     server_pid: int | None = None
     limits: Limits | None = None
+    endpoint: str = Completions.path
+    tokenizer: str | None = None
+    ignore_eos: bool = True
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.warmup < 0:
             raise ValueError("--repeat must be at least 1 and --warmup at least 0")
         if self.time_limit is not None and self.time_limit <= 0:
             raise ValueError("--time-limit must be over 0 seconds")
+        if self.endpoint not in ENDPOINTS:
+            raise ValueError(f"--endpoint must be {' or '.join(ENDPOINTS)}, not {self.endpoint!r}")
 
 
 async def bench(
@@ -73,6 +89,7 @@ async def bench(
 ) -> dict[str, Any]:
     """Measure a server; returns what goes into the JSON file.
 
+    ``details`` has the single requests of each repetition, and may be left out of the file.
     A server that answers nothing still gives a result, whose requests have all failed.
 
     Raises
@@ -81,117 +98,117 @@ async def bench(
         If the server cannot even name its model or tokenize a prompt.
     """
     started = time.time()
-    model = model or await first_model(server)
-    tree = ProcessTree(settings.server_pid) if settings.server_pid is not None else None
-    prose = Prose(settings.text_seed)
-    tokenizer = RemoteTokenizer(server, model)
-    await _warm_up(server, model, tokenizer, prose, settings.warmup)
-    repetitions: list[Figures] = []
-    for number in range(settings.repeat):
-        tell(f"repetition {number + 1} of {settings.repeat}: cutting the prompts")
-        planned = await plan(workload, tokenizer, prose, settings.length_seed)
-        tell(f"repetition {number + 1} of {settings.repeat}: {workload.requests} requests")
-        driver = Driver(
-            server,
-            model,
-            planned,
-            workload.arrivals(settings.length_seed),
-            settings.time_limit,
-        )
-        repetitions.append(await _repetition(driver, tree, settings.limits))
-    tokenizer.close()
+    session = _Session(server, model or await first_model(server), workload, settings)
+    try:
+        await session.warm_up()
+        repetitions = []
+        for number in range(settings.repeat):
+            tell(f"repetition {number + 1} of {settings.repeat}: cutting the prompts")
+            planned = await session.plan()
+            tell(f"repetition {number + 1} of {settings.repeat}: {len(planned)} requests")
+            repetitions.append(await session.repeat(planned))
+    finally:
+        session.tokenizer.close()
+    median = median_of(repetitions)
     return {
         "format": FORMAT,
         "turnstile": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
         "machine": platform.processor() or platform.machine(),
         "server": f"http://{server.host}:{server.port}{server.path}",
-        "model": model,
+        "model": session.model,
         "workload": asdict(workload),
         "length_seed": settings.length_seed,
         "text_seed": settings.text_seed,
-        "median": median_of(repetitions),
+        **flat(workload, session.model, settings.endpoint, median),
+        "median": median,
         "repetitions": repetitions,
+        "details": session.details,
     }
 
 
-async def _repetition(driver: Driver, tree: ProcessTree | None, limits: Limits | None) -> Figures:
-    if tree is None:
-        return measure(await driver.run(), limits)
-    tree.start()
-    watching = asyncio.create_task(tree.watch())
-    try:
-        run: Run = await driver.run()
-    finally:
-        watching.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await watching
-    figures = measure(run, limits)
-    return figures | {"server": tree.figures(figures["output_tokens"])}
+class _Session:
+    """What the repetitions of one measurement share."""
+
+    def __init__(self, server: Server, model: str, workload: Workload, settings: Settings) -> None:
+        self.server, self.model = server, model
+        self.workload, self.settings = workload, settings
+        self.prose = Prose(settings.text_seed)
+        self.tokenizer: Tokenizer = (
+            LocalTokenizer(settings.tokenizer)
+            if settings.tokenizer is not None
+            else RemoteTokenizer(server, model)
+        )
+        self.endpoint: Endpoint = (
+            Chat(model, ignore_eos=settings.ignore_eos)
+            if settings.endpoint == Chat.path
+            else Completions(
+                model,
+                ignore_eos=settings.ignore_eos,
+                return_token_ids=workload.turns is not None,
+            )
+        )
+        pid = settings.server_pid
+        self.tree = ProcessTree(pid) if pid is not None else None
+        self.details: list[dict[str, Any]] = []
+
+    async def plan(self) -> list[Planned]:
+        """The requests of the next repetition: the same lengths, fresh text."""
+        return await self._with_text(
+            await plan(self.workload, self.tokenizer, self.prose, self.settings.length_seed)
+        )
+
+    async def _with_text(self, planned: list[Planned]) -> list[Planned]:
+        if self.endpoint.needs_text:
+            return await with_text(planned, self.tokenizer.decode)
+        return planned
+
+    async def warm_up(self) -> None:
+        """Send a few short requests, which are not counted."""
+        count = self.settings.warmup
+        planned = [Planned(await passage(self.tokenizer, self.prose, 32), 8) for _ in range(count)]
+        if planned:
+            # Whatever fails here fails again, and is reported, in the first repetition.
+            driver = Driver(
+                self.server,
+                self.model,
+                await self._with_text(planned),
+                ClosedLoop(1),
+                time_limit=60.0,
+                endpoint=self.endpoint,
+            )
+            await driver.run()
+
+    async def repeat(self, planned: list[Planned]) -> Figures:
+        """Run one repetition and measure it."""
+        driver = Driver(
+            self.server,
+            self.model,
+            planned,
+            self.workload.arrivals(self.settings.length_seed),
+            self.settings.time_limit,
+            endpoint=self.endpoint,
+            tokenizer=self.tokenizer,
+            exact=self.settings.ignore_eos,
+            turn_delay=self.workload.turn_delay,
+        )
+        if self.tree is None:
+            return self._measured(await driver.run())
+        self.tree.start()
+        watching = asyncio.create_task(self.tree.watch())
+        try:
+            run = await driver.run()
+        finally:
+            watching.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await watching
+        figures = self._measured(run)
+        return figures | {"server": self.tree.figures(figures["output_tokens"])}
+
+    def _measured(self, run: Run) -> Figures:
+        records = records_of(run)
+        self.details.append(detail(records))
+        return measure_records(run, records, self.settings.limits)
 
 
-async def _warm_up(
-    server: Server, model: str, tokenizer: RemoteTokenizer, prose: Prose, count: int
-) -> None:
-    planned = [Planned(await passage(tokenizer, prose, 32), 8) for _ in range(count)]
-    if planned:
-        # Whatever fails here fails again, and is reported, in the first repetition.
-        await Driver(server, model, planned, ClosedLoop(1), time_limit=60.0).run()
-
-
-class RemoteTokenizer:
-    """The server's own tokenizer, through ``POST /tokenize``.
-
-    Sends what both vLLM (``prompt``) and llama-server (``content``) ask for.
-    """
-
-    def __init__(self, server: Server, model: str) -> None:
-        self._pool = Pool(server)
-        self._server = server
-        self._model = model
-
-    async def __call__(self, text: str) -> list[int]:
-        body = {
-            "model": self._model,
-            "prompt": text,
-            "content": text,
-            "add_special_tokens": False,
-            "add_special": False,
-        }
-        answer = await _json(self._pool, "POST", "/tokenize", msgspec.json.encode(body))
-        tokens = answer.get("tokens")
-        if not isinstance(tokens, list):
-            raise ServerError("the server's /tokenize answers without tokens")
-        return tokens
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._pool.close()
-
-
-async def first_model(server: Server) -> str:
-    """The name of the first model the server lists. Raises :class:`ServerError`."""
-    pool = Pool(server)
-    try:
-        answer = await _json(pool, "GET", "/v1/models")
-    finally:
-        pool.close()
-    models = answer.get("data")
-    if not models:
-        raise ServerError("the server lists no model in /v1/models: name one with --model")
-    return str(models[0]["id"])
-
-
-async def _json(pool: Pool, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
-    response = Response()
-    try:
-        await pool.send(pool.server.request(method, path, body), response)
-        if response.status != 200:
-            raise ServerError(f"{method} {path} answers HTTP {response.status}: {response.body!r}")
-        answer = msgspec.json.decode(response.body)
-    except OSError as error:
-        where = f"{pool.server.host}:{pool.server.port}"
-        raise ServerError(f"Nobody answers at {where} ({error.strerror or error}).") from None
-    except (BrokenResponseError, msgspec.DecodeError) as error:
-        raise ServerError(f"{method} {path}: {error}") from None
-    return answer if isinstance(answer, dict) else {}
+__all__ = ["ENDPOINTS", "FORMAT", "LENGTH_SEED", "ServerError", "Settings", "bench"]

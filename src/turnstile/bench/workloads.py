@@ -1,4 +1,4 @@
-"""The standard workloads W1 to W5: which requests, and when they come.
+"""Workloads: which requests, and when they come. W1 to W5 are the standard ones.
 
 Every request carries exactly its drawn number of prompt tokens and must answer with exactly its
 drawn number, so that all servers do the same work. The lengths are the same in every repetition;
@@ -7,21 +7,20 @@ the text never is, so that no cache carries over.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, all_at_once, gamma
-from turnstile.bench.corpus import Prose
+from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Ramp, all_at_once, gamma
+from turnstile.bench.datasets import FileDataset
 from turnstile.bench.lengths import Fixed, LengthDistribution, Lognormal, Uniform
 
 
 class WorkloadError(ValueError):
-    """There is no such workload; the message says what there is."""
+    """There is no such workload, or it cannot be changed like this; the message says why."""
 
-
-Tokenize = Callable[[str], Awaitable[list[int]]]
 
 USERS_PROMPT = Lognormal(96, 0.8, 16, 768)
 USERS_OUTPUT = Lognormal(64, 0.8, 8, 384)
@@ -36,50 +35,71 @@ class Workload:
     name, summary
         For reports.
     requests
-        How many.
+        How many; how many conversations, where there are turns.
     prompt, output
-        Token counts of the prompts' own part and of the answers.
+        Token counts of the prompts' own part and of the answers; of every turn, where there are.
     prefix
-        Tokens in front of every prompt that all requests share; 0 for none.
+        Tokens in front of every prompt that all requests of a group share; 0 for none.
+    prefix_groups
+        How many different prefixes; requests take them in turns.
+    turns
+        How many questions a conversation has, each with all before it as its history; None for
+        single questions.
+    turn_delay
+        Seconds a user takes from an answer to the next question.
+    dataset
+        A file that names the requests, in place of drawn lengths; None for drawn ones.
     users
         Size of the closed loop, or None for an open loop.
     rate
-        Mean arrivals per second of the open loop (Poisson), or None for all at once.
+        Mean arrivals per second of the open loop (Poisson), or None for all at once, or for the
+        times of a trace.
     burstiness
         Shape of the gamma-distributed gaps of the open loop: 1 is Poisson, less comes in bursts.
+    ramp
+        Lets the rate of the open loop move; None for a constant one.
+    max_concurrency
+        The most requests of an open loop at a time; None for no bound.
     """
 
     name: str
     summary: str
     requests: int
-    prompt: LengthDistribution
-    output: LengthDistribution
+    prompt: LengthDistribution = USERS_PROMPT
+    output: LengthDistribution = USERS_OUTPUT
     prefix: int = 0
+    prefix_groups: int = 1
+    turns: LengthDistribution | None = None
+    turn_delay: float = 0.0
+    dataset: FileDataset | None = None
     users: int | None = None
     rate: float | None = None
     burstiness: float = 1.0
+    ramp: Ramp | None = None
+    max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
         if self.requests < 1:
-            raise ValueError(f"a workload needs at least one request, got {self.requests}")
+            raise WorkloadError(f"a workload needs at least one request, got {self.requests}")
+        if self.prefix < 0 or self.prefix_groups < 1:
+            raise WorkloadError("a prefix needs at least 0 tokens, and at least one group")
+        if self.turn_delay < 0:
+            raise WorkloadError("the delay between turns must not be negative")
 
     def arrivals(self, seed: int) -> Arrivals:
         """When the requests come; the seed decides the gaps of an open loop."""
         if self.users is not None:
             return ClosedLoop(self.users)
-        if self.rate is None:
-            return OpenLoop(tuple(all_at_once(self.requests)))
         rng = np.random.default_rng([seed, 2])
-        times = gamma(self.rate, self.requests, self.burstiness, rng)
-        return OpenLoop(tuple(float(t) for t in times))
-
-
-@dataclass(frozen=True, slots=True)
-class Planned:
-    """One request to send: the prompt as token ids and the number of tokens to answer with."""
-
-    prompt: list[int]
-    output_tokens: int
+        if self.ramp is not None:
+            times = self.ramp.bend(gamma(1.0, self.requests, self.burstiness, rng))
+        elif self.rate is not None:
+            times = gamma(self.rate, self.requests, self.burstiness, rng)
+        elif self.dataset is not None and self.dataset.timed:
+            return OpenLoop(self.dataset.times()[: self.requests], self.max_concurrency)
+        else:
+            times = all_at_once(self.requests)
+        return OpenLoop(tuple(float(t) for t in times), self.max_concurrency)
 
 
 WORKLOADS = {
@@ -111,63 +131,69 @@ def choose(
     burstiness: float | None = None,
     prompt: LengthDistribution | None = None,
     output: LengthDistribution | None = None,
+    **others: Any,
 ) -> Workload:
     """Return the workload of that name, with the given parts replaced.
+
+    ``others`` are further fields of :class:`Workload`; None leaves a field as it is.
 
     Raises
     ------
     WorkloadError
-        If there is no such workload, or both users and rate are given.
+        If there is no such workload, or the parts contradict each other.
     """
     if name not in WORKLOADS:
         raise WorkloadError(f"no workload named {name!r}; known are {', '.join(WORKLOADS)}")
-    if users is not None and rate is not None:
-        raise WorkloadError(
-            "--max-concurrency makes a closed loop and --request-rate an open one: give one"
-        )
-    chosen = WORKLOADS[name]
-    changed = chosen
-    if requests is not None:
-        changed = replace(changed, requests=requests)
-    if users is not None:
-        changed = replace(changed, users=users, rate=None)
-    if rate is not None:
-        changed = replace(changed, users=None, rate=rate)
-    if burstiness is not None:
-        if changed.rate is None:
-            raise ValueError("--burstiness needs an open loop: give --request-rate, or take W5")
-        changed = replace(changed, burstiness=burstiness)
-    if prompt is not None:
-        changed = replace(changed, prompt=prompt)
-    if output is not None:
-        changed = replace(changed, output=output)
-    # A changed workload must not be taken for the standard one in a table. The rate of W5 is
-    # its parameter, and printed.
-    same = changed == replace(chosen, rate=changed.rate) and (chosen.rate or rate is None)
-    return changed if same else replace(changed, name=f"{name}*")
+    parts = {"requests": requests, "prompt": prompt, "output": output, **others}
+    changed = replace(WORKLOADS[name], **{k: v for k, v in parts.items() if v is not None})
+    return load(changed, users=users, rate=rate, burstiness=burstiness)
 
 
-async def plan(workload: Workload, tokenize: Tokenize, prose: Prose, seed: int) -> list[Planned]:
-    """Draw the lengths (from `seed`) and cut the prompts (going on in `prose`).
+def load(
+    workload: Workload,
+    *,
+    users: int | None = None,
+    rate: float | None = None,
+    burstiness: float | None = None,
+    ramp: Ramp | None = None,
+) -> Workload:
+    """Return the workload with other arrivals; what is None stays.
 
-    The ids are those of running text, cut to the exact length. The prompt and the output lengths
-    come from one generator, in this order, so that a seed names the same lengths everywhere.
+    Parameters
+    ----------
+    users
+        Of a closed loop; together with a rate or a ramp the most requests at a time.
+
+    Raises
+    ------
+    WorkloadError
+        If a constant rate and a ramp are asked for at once, or a shape of gaps for a closed loop.
     """
-    rng = np.random.default_rng(seed)
-    prompts = workload.prompt.draw(workload.requests, rng)
-    outputs = workload.output.draw(workload.requests, rng)
-    prefix = await passage(tokenize, prose, workload.prefix) if workload.prefix else []
-    planned = []
-    for own, output in zip(prompts.tolist(), outputs.tolist(), strict=True):
-        planned.append(Planned(prefix + await passage(tokenize, prose, own), output))
-    return planned
+    if rate is not None and ramp is not None:
+        raise WorkloadError("--request-rate is constant and a ramp is not: give one")
+    if rate is not None or ramp is not None:
+        # an infinite rate, as vLLM writes it, is everything at once
+        rate = None if rate == math.inf else rate
+        workload = replace(workload, users=None, rate=rate, ramp=ramp, max_concurrency=users)
+    elif users is not None:
+        workload = replace(workload, users=users, rate=None, ramp=None)
+    if burstiness is not None:
+        if workload.rate is None and workload.ramp is None:
+            raise WorkloadError("--burstiness needs an open loop: give --request-rate, or take W5")
+        workload = replace(workload, burstiness=burstiness)
+    return _named(workload)
 
 
-async def passage(tokenize: Tokenize, prose: Prose, count: int) -> list[int]:
-    """Return the first `count` token ids of a passage that begins where none has begun before."""
-    start, words = prose.next_start(), count + 8
-    while True:
-        ids = await tokenize(" ".join(prose.words(start, words)))
-        if len(ids) >= count:
-            return ids[:count]
-        words *= 2  # a tokenizer with tokens longer than words, which none known has
+def _named(workload: Workload) -> Workload:
+    """Mark a changed workload, lest it be taken for the standard one in a table.
+
+    The rate of W5 is its parameter, and printed.
+    """
+    plain = workload.name.rstrip("*")
+    standard = WORKLOADS.get(plain)
+    if standard is None:
+        return workload
+    if standard.rate is not None and workload.rate is not None:
+        standard = replace(standard, rate=workload.rate)
+    same = replace(workload, name=plain) == standard
+    return replace(workload, name=plain if same else f"{plain}*")
