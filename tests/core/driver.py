@@ -12,7 +12,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from itertools import pairwise
 
-from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy, Candidate
 from turnstile.core.events import Admitted, AnyEvent, Finished, Forked, Preempted, Queued
 from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
@@ -139,6 +139,27 @@ class Driver:
         self.max_running = 0
         self.before_plan: Callable[[Driver], None] | None = None
         self.break_row: Callable[[Chunk], bool] = lambda chunk: False
+        self._check_memory_of_the_blocked()
+
+    def _check_memory_of_the_blocked(self) -> None:
+        """Whoever is passed over because it did not fit before would not fit now either."""
+        scheduler, entrance = self.scheduler, self.scheduler._entrance
+        remembered = entrance._still_blocked
+
+        def still_blocked(sequence: Sequence) -> bool:
+            answer = remembered(sequence)
+            if answer:
+                self.passed_over += 1
+                pages = scheduler.cache.match(sequence)
+                assert scheduler.cache.awaited_key(sequence, len(pages)) is None
+                reserve = entrance._reserve_against(sequence)
+                candidate = Candidate(sequence, pages)
+                running, pool = scheduler.running, scheduler.pool
+                assert not scheduler.admission.fits(candidate, running, pool, reserve)
+            return answer
+
+        self.passed_over = 0
+        entrance._still_blocked = still_blocked  # type: ignore[method-assign]
 
     def submit(self, request: Request, **settings: object) -> Sequence:
         sequence = self.scheduler.submit(request, now=self.now, **settings)  # type: ignore[arg-type]

@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.driver import make_scheduler
+from core.driver import Driver, make_scheduler
 from turnstile.core.admission import NeverFitsError, decode_peak
 from turnstile.core.cost import CostModel, StepCost
+from turnstile.core.entrance import Entrance
+from turnstile.core.events import Admitted
 from turnstile.core.fairness import FairQueue
 from turnstile.core.preemption import choose_victim
 from turnstile.core.request import Request, Sequence
@@ -115,3 +117,25 @@ def test_coefficients_are_never_negative() -> None:
 
 def test_a_cold_model_limits_nothing() -> None:
     assert CostModel().budget(0.001, StepCost(5, 5, 5), 512) == 512
+
+
+def test_a_long_prompt_that_does_not_fit_is_matched_anew_only_when_something_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = Driver(make_scheduler(pages=60, admission="guaranteed"))
+    for i in range(2):
+        driver.submit(Request(id=f"runs{i}", prompt=(i,) * 9, max_tokens=40 + 20 * i))
+    driver.step()
+    driver.submit(Request(id="long", prompt=(7,) * 150, max_tokens=20, arrival=1.0))
+    looked: list[int] = []
+    cache = driver.scheduler.cache
+    match = cache.match
+    monkeypatch.setattr(cache, "match", lambda s: (looked.append(len(driver.plans)), match(s))[1])
+    monkeypatch.setattr(driver.scheduler._entrance, "_still_blocked",
+                        Entrance._still_blocked.__get__(driver.scheduler._entrance))  # fmt: skip
+    driver.run()
+    started = next(e.time for e in driver.events if isinstance(e, Admitted) and e.index == 0
+                   and e.request_id == "long")  # fmt: skip
+    assert started >= 40, "it waited long"
+    # Once on arrival, once when the others began to decode, once for each that left.
+    assert len(looked) <= 4

@@ -76,7 +76,7 @@ class Entrance:
 
     def _look_at(self, sequence: Sequence) -> Candidate | bytes | WaitReason:
         """The candidate that may start; or the page key that it should wait for; or why it waits.
-        Nothing changes.
+        Nothing changes but what is remembered of those who do not fit.
         """
         free_slots = self.slots.free
         if sequence.fork_width > free_slots:
@@ -84,13 +84,27 @@ class Entrance:
         reserve = self._reserve_against(sequence)
         if reserve and sequence.fork_width + self.config.reserved_slots > free_slots:
             return WaitReason.TENANT_TURN
+        if self._still_blocked(sequence):
+            return WaitReason.PAGES
         candidate = Candidate(sequence, self.cache.match(sequence))
         key = self.cache.awaited_key(sequence, len(candidate.matched))
         if key is not None:
             return key
         if not self.admission.fits(candidate, self.slots.running, self.pool, reserve):
+            sequence.blocked = (self.slots.changes, len(candidate.matched))
             return WaitReason.PAGES
         return candidate
+
+    def _still_blocked(self, sequence: Sequence) -> bool:
+        """Whether it cannot fit because it did not, and nothing has happened since. O(1), so that
+        a long prompt at the head costs nothing while it waits.
+
+        Decoding makes no room: what a sequence takes now it needed in the end already, and a
+        forecast that was too short only grows. Evictions make none either. Room comes with a
+        change in the slots, or when somebody publishes the next page of this very prompt.
+        """
+        changes, matched = sequence.blocked
+        return changes == self.slots.changes and not self.cache.has_page(sequence, matched)
 
     def _reserve_against(self, sequence: Sequence) -> int:
         """Pages this sequence must leave for tenants that run nothing; 0 also means no slots."""

@@ -73,6 +73,14 @@ class PrefixCache:
             last = sequence.keys[i]
         return last
 
+    def has_page(self, sequence: Sequence, index: int) -> bool:
+        """Whether page ``index`` can be found for a sequence that was matched before. O(1)."""
+        request = sequence.request
+        if not self.enabled or not request.read_cache or request.score_prompt:
+            return False
+        limit = (sequence.total - 1) // self.pool.page_size
+        return index < limit and sequence.keys[index] in self._page_of
+
     def lookup(self, key: bytes) -> int | None:
         """The page with ``key``, if it is there."""
         return self._page_of.get(key)

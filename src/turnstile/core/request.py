@@ -91,13 +91,16 @@ class Sequence:
 
     ``fork_width`` is the number of samples the next draw yields: ``n`` for the first sequence of
     a request until its prompt is computed, 1 for every other. ``place`` is where it stands among
-    those waiting (smaller first), set by the queue. ``catching_up`` is true from getting a slot
+    those waiting (smaller first), set by the queue. ``blocked`` remembers when it last did not fit
+    (:mod:`entrance`): the count of changes in the slots, and how many pages were cached for it.
+    ``catching_up`` is true from getting a slot
     until the first draw after that. ``keys`` are the prefix-cache keys of its full pages, as far
     as they have been needed.
     """
 
     __slots__ = (
         "arrival_order",
+        "blocked",
         "catching_up",
         "charged",
         "computed",
@@ -143,6 +146,7 @@ class Sequence:
         self.charged = charged
         self.arrival_order = arrival_order
         self.skipped = 0
+        self.blocked = (-1, 0)
         self.started: float | None = None
         self.catching_up = False
         self.place: tuple[float, float, int] = (0.0, 0.0, 0)

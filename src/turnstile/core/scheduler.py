@@ -374,6 +374,8 @@ class Scheduler:
         rejected = len(chunk.drafts) + 1 - len(outcome.tokens) if chunk.drafts else 0
         sequence.computed = chunk.end - rejected
         sequence.drafts = ()
+        if sequence.catching_up and need(sequence) <= 1:
+            self.slots.changes += 1
         if chunk.drafts:
             # Accepted drafts are tokens now, but the last draw is not computed yet.
             return [self._extend(sequence, outcome.tokens, before, now)]

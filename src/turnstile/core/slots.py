@@ -17,6 +17,10 @@ class Slots:
         """In order of admission: the oldest first."""
         self.reserved = 0
         """Places of siblings to come."""
+        self.changes = 0
+        """Counts whatever may make room for those who wait: who comes, who leaves, who forks, who
+        begins to decode. While it stands still, whoever did not fit does not fit.
+        """
 
     @property
     def free(self) -> int:
@@ -25,16 +29,19 @@ class Slots:
 
     def take(self, sequence: Sequence) -> None:
         """Give a place to a sequence, and promise those of its siblings."""
+        self.changes += 1
         self.running.append(sequence)
         self.reserved += sequence.fork_width - 1
 
     def give_up(self, sequence: Sequence) -> None:
         """A sequence leaves, and whoever it would have forked into."""
+        self.changes += 1
         self.running.remove(sequence)
         self.reserved -= sequence.fork_width - 1
 
     def fork(self, leader: Sequence) -> int:
         """The siblings come now: what was promised is free for them. Returns how many."""
+        self.changes += 1
         siblings = leader.fork_width - 1
         leader.fork_width = 1
         self.reserved -= siblings
