@@ -2,8 +2,9 @@
 
 Relative links and their anchors lead somewhere; the `make` targets, `turnstile` verbs and
 `turnstile serve` flags that are named exist; nothing that is tracked holds an absolute path of
-somebody's machine or names a package registry's host. Files and functions over the size gate are
-reported, and fail nothing.
+somebody's machine or names a package registry's host; what is generated (the page of metrics,
+the dashboard, the alert rules) is current, and every alert has its section. Files and functions
+over the size gate are reported, and fail nothing.
 """
 
 from __future__ import annotations
@@ -128,6 +129,20 @@ def problems() -> list[str]:
     return found
 
 
+def stale() -> list[str]:
+    """What is made from the table of metrics, and is not as the table says."""
+    import make_dashboard
+    import make_metrics_docs
+
+    runbook = anchors(ROOT / make_dashboard.RUNBOOK)
+    missing = [
+        f"{make_dashboard.RUNBOOK}: there is no section for the alert {alert.name}"
+        for alert in make_dashboard.alerts()
+        if alert.name.lower() not in runbook
+    ]
+    return [*make_metrics_docs.stale(), *make_dashboard.stale(), *missing]
+
+
 def oversized() -> Iterator[str]:
     """Files and functions over the gate."""
     for path in tracked("src/*.py", "tests/*.py"):
@@ -146,7 +161,7 @@ def oversized() -> Iterator[str]:
 def main() -> int:
     """Print what is wrong; 1 if anything is."""
     sys.path.insert(0, str(ROOT / "src"))
-    found = problems()
+    found = problems() + stale()
     for line in found:
         print(line)
     for line in oversized():

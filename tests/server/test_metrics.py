@@ -29,6 +29,14 @@ async def scrape(served: Served) -> dict[tuple[str, str], float]:
 
 
 VLLM_NAMES = [
+    "vllm:request_inference_time_seconds_count",
+    "vllm:request_params_n_count",
+    "vllm:request_params_max_tokens_count",
+    "vllm:request_max_num_generation_tokens_count",
+    "vllm:request_prefill_kv_computed_tokens_count",
+    "vllm:request_num_preemptions_count",
+    "vllm:request_prefill_time_seconds_count",
+    "vllm:request_decode_time_seconds_count",
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:kv_cache_usage_perc",
@@ -212,9 +220,11 @@ def test_the_throughput_line_is_silent_while_idle() -> None:
         r"Prefix cache hit rate: 25.0%",
         said,
     )
+    counted.generated_tokens += 1
     counted.snapshot = Snapshot()
-    assert line.write(30.0) is not None  # the zeros are seen once
-    assert line.write(40.0) is None
+    assert line.write(30.0) is not None, "the end of a burst has its tokens in a line"
+    assert line.write(40.0) is None, "a line of zeros says nothing"
+    assert line.write(50.0) is None
 
 
 def test_queue_time_and_metrics_are_in_the_answer(serve: Serve) -> None:

@@ -208,6 +208,8 @@ class _Place:
             tenant=tenant, priority=priority, arrival=arrival,
         )  # fmt: skip
         self.num_prompt, self.num_output, self.cached_tokens = prompt, 0, 0
+        self.choices: list[object] = []
+        self.place = None
 
 
 def trail(

@@ -46,7 +46,7 @@ def spans(told: list[dict[str, Any]]) -> dict[str, tuple[int, int]]:
 def test_steps_requests_and_counters_are_in_the_trace(serve: Serve, tmp_path: Path) -> None:
     async def test() -> None:
         async with serve(delay=0.001) as served:
-            served.service._trace = served.service.requests.observer = trace
+            served.service.trace = served.service.requests.observer = trace
             answers = await asyncio.gather(
                 *(served.complete("a secret", max_tokens=5) for _ in range(3))
             )

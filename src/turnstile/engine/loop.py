@@ -312,6 +312,9 @@ class StepLoop:
             cost=_fitted(scheduler.cost),
             turn=_fitted(self._turns),
             prefill_tokens=prefill_left(scheduler.running),
+            unused_tokens=sum(
+                len(s.table) * pool.page_size - s.computed for s in scheduler.running
+            ),
         )
 
 

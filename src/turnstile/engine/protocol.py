@@ -151,6 +151,8 @@ class Snapshot(msgspec.Struct, array_like=True):
     """Of whole turns of the loop: planning, committing and messages included."""
     prefill_tokens: int = 0
     """Prompt tokens that those running have still to compute."""
+    unused_tokens: int = 0
+    """Room in held pages that no token has been written to yet."""
 
 
 class StepResult(msgspec.Struct, array_like=True, tag="step"):

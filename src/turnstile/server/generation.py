@@ -158,7 +158,9 @@ class Answer:
                 self._service.jobs.pop(job.generation.request_id, None)
                 job.release(now)
             self._metrics.request_ended(record, self._outcome())
-            self._service.requests.closed(self._frames.answer_id, self._outcome(), now)
+            trail = self._service.requests.closed(self._frames.answer_id, self._outcome(), now)
+            if trail is not None:
+                self._metrics.request_closed(trail)
             self._note()
 
     def _outcome(self) -> str:

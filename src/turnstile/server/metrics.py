@@ -7,8 +7,11 @@ counters begin anew with every engine process, so what earlier ones counted is a
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
+from collections.abc import Callable
 
+from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineClient
 from turnstile.engine.protocol import EngineInfo, Snapshot, StepResult
 from turnstile.server.choices import Job
@@ -20,6 +23,7 @@ from turnstile.server.histogram import (
     Histogram,
     token_bounds,
 )
+from turnstile.server.trails import Part, RequestLog, RequestTrail
 from turnstile.server.usage import Record
 
 OUTCOMES = ("stop", "length", "timeout", "abort", "error", "refused")
@@ -36,14 +40,33 @@ ENGINE_COUNTERS = (
     "prefix_hits",
     "bad_rows",
 )
+MAX_TENANTS = 100
+"""Tenants with series of their own; the rest are counted together."""
+OTHER_TENANTS = "other"
+BUSY_WINDOW = 60.0
+"""Seconds over which the share of busy time is taken."""
+_BUSY_SAMPLE = 2.0
 _MAX_TOKENS_BOUND = 100_000
 
 
 class Metrics:
-    """Counters and histograms of one server."""
+    """Counters and histograms of one server.
 
-    def __init__(self, engine: EngineClient) -> None:
+    Parameters
+    ----------
+    requests
+        Who is inside: what those alive have been given so far is counted with the rest.
+    """
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        requests: RequestLog | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.engine = engine
+        self.requests = requests or RequestLog()
+        self._clock = clock
         self.model_name = ""
         self.info: EngineInfo | None = None
         self.gate: Gate | None = None
@@ -63,6 +86,18 @@ class Metrics:
         self.request_prompt_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
         self.request_output_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
         self.iteration_tokens = Histogram([1, *(8 << k for k in range(12))])
+        self.inference_time = Histogram(LATENCY_BOUNDS)
+        self.request_max_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
+        self.request_largest_output = Histogram(token_bounds(_MAX_TOKENS_BOUND))
+        self.request_n = Histogram((1, 2, 5, 10, 20))
+        self.request_computed_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
+        self.request_preemptions = Histogram((0, 1, 2, 5, 10, 20))
+        self.part_seconds = dict.fromkeys(Part, 0.0)
+        """Where the time of the requests that ended went."""
+        self.recoveries = 0
+        """Requests that ended after they had outlived an engine."""
+        self._tenants: dict[str, list[float]] = {OTHER_TENANTS: [0.0, 0.0, 0.0]}
+        self._busy: deque[tuple[float, float]] = deque()
         self.snapshot = Snapshot()
         self._earlier: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0)
         self._epoch: int | None = None
@@ -82,6 +117,8 @@ class Metrics:
                 self._earlier[name] += getattr(self.snapshot, name)
             self._epoch = result.epoch
             self.engine_starts += 1
+        if not self._busy or result.snapshot.time - self._busy[-1][0] >= _BUSY_SAMPLE:
+            self._note_busy(result.snapshot.time)
         self.snapshot = result.snapshot
         if result.snapshot.step_tokens:
             self.iteration_tokens.observe(result.snapshot.step_tokens)
@@ -89,6 +126,43 @@ class Metrics:
     def engine_total(self, name: str) -> float:
         """A counter of the engine over all its processes."""
         return self._earlier[name] + float(getattr(self.snapshot, name))
+
+    @property
+    def epoch(self) -> int:
+        """Number of the engine process that spoke last, 0 before the first."""
+        return self._epoch or 0
+
+    def _note_busy(self, now: float) -> None:
+        """Remember how much was busy when the engine spoke last."""
+        at = self.snapshot.time or now
+        self._busy.append((at, self.engine_total("busy_seconds")))
+        while len(self._busy) > 2 and now - self._busy[1][0] >= BUSY_WINDOW:
+            self._busy.popleft()
+
+    def busy_ratio(self) -> float:
+        """Share of the last minute's wall time that was spent inside steps, 0 to 1."""
+        if not self._busy:
+            return 0.0
+        now, busy = self._clock(), self.engine_total("busy_seconds")
+        began, before = self._busy[0]
+        for moment, total in (*self._busy, (self.snapshot.time, busy)):
+            if now - moment >= BUSY_WINDOW:
+                began, before = now - BUSY_WINDOW, total
+        return min(1.0, (busy - before) / (now - began)) if now > began else 0.0
+
+    def headroom_steps(self) -> float:
+        """Steps that all who run can go on, each with a token a step, before the pool is full."""
+        now, info = self.snapshot, self.info
+        if info is None:
+            return 0.0
+        room = (now.pages_free + now.pages_cached) * info.page_size + now.unused_tokens
+        return room / max(1, now.running)
+
+    def waiting_by_kind(self) -> dict[str, float]:
+        """In vLLM's two words: for room, or put off by a rule."""
+        by_reason = self.snapshot.waiting_by_reason
+        deferred = sum(by_reason.get(r, 0) for r in (WaitReason.PREFIX, WaitReason.TENANT_TURN))
+        return {"capacity": sum(by_reason.values()) - deferred, "deferred": deferred}
 
     # -- requests -----------------------------------------------------------------------------
 
@@ -132,3 +206,46 @@ class Metrics:
             self.e2e.observe(last - record.arrived)
             self.request_prompt_tokens.observe(record.num_prompt)
             self.request_output_tokens.observe(record.num_output)
+
+    def request_closed(self, trail: RequestTrail) -> None:
+        """A request that was let in has ended: book where its time went, and on whose account."""
+        counts, samples = trail.counts, trail.samples.values()
+        leading = trail.leading()
+        assert trail.ended is not None
+        for part, seconds in leading.times(trail.ended).items():
+            self.part_seconds[part] += seconds
+        self.recoveries += any(sample.crashes for sample in samples)
+        self.request_preemptions.observe(sum(sample.preemptions for sample in samples))
+        self.request_n.observe(counts["choices"])
+        self.request_max_tokens.observe(counts["max_tokens"])
+        if leading.slotted:
+            self.inference_time.observe(
+                sum(
+                    seconds
+                    for part, seconds in leading.times(trail.ended).items()
+                    if part in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE)
+                )
+            )
+            self.request_largest_output.observe(counts["largest_output"])
+            self.request_computed_tokens.observe(counts["prompt_tokens"] - counts["cached_tokens"])
+        _book(self._of_tenant(trail.tenant), counts)
+
+    def by_tenant(self, place: int) -> dict[str, float]:
+        """Prompt tokens (0), output tokens (1) or requests (2) by tenant, those alive included."""
+        totals = {name: list(books) for name, books in self._tenants.items()}
+        for trail in self.requests.alive():
+            name = trail.tenant
+            known = name in totals or len(totals) <= MAX_TENANTS
+            _book(totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 3), trail.tokens())
+        return {name: books[place] for name, books in totals.items()}
+
+    def _of_tenant(self, name: str) -> list[float]:
+        if name not in self._tenants and len(self._tenants) > MAX_TENANTS:
+            name = OTHER_TENANTS
+        return self._tenants.setdefault(name, [0.0, 0.0, 0.0])
+
+
+def _book(books: list[float], counts: dict[str, int]) -> None:
+    books[0] += counts["prompt_tokens"]
+    books[1] += counts["output_tokens"]
+    books[2] += 1

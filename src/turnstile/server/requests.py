@@ -8,6 +8,7 @@ from urllib.parse import parse_qs
 
 from turnstile.core.events import WaitReason
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
+from turnstile.core.forecast import Estimate
 from turnstile.core.request import Request, Sequence
 from turnstile.engine.client import EngineState
 from turnstile.server.errors import ApiError, bad_request
@@ -118,6 +119,7 @@ class View:
             "preemptions": sum(sample.preemptions for sample in samples),
             "recomputed_tokens": sum(sample.recomputed for sample in samples),
             "crashes": max(sample.crashes for sample in samples),
+            "predicted": _predicted(trail.estimate),
             "waits": self._wait(trail),
             "time": self._times(trail, end),
         }
@@ -188,13 +190,13 @@ class View:
             "since_seconds": _seconds(self._now - sample.since),
             "position": standing.position if standing else None,
             "of": standing.of if standing else None,
-            "predicted_start_seconds": self._predicted_start(standing),
+            "predicted_start_seconds": self._predicted_start(trail, sample, standing),
         }
 
     def _standings(self) -> dict[tuple[str, int], Standing]:
         if self._order is None:
-            config = self._service.environment.get("engine_config")
-            policy = config.get("scheduling_policy", "fair") if isinstance(config, dict) else "fair"
+            info = self._service.engine.info
+            policy = info.scheduling_policy if info is not None else "fair"
             waiting = {
                 key: (trail, sample)
                 for trail in self.log.alive()
@@ -210,7 +212,16 @@ class View:
             }
         return self._order
 
-    def _predicted_start(self, standing: Standing | None) -> float | None:
+    def _predicted_start(
+        self, trail: RequestTrail, sample: SampleTrail, standing: Standing | None
+    ) -> float | None:
+        """Seconds until it starts: what is left of the gate's prediction, or, where there is none
+        or it did not come true, its place times the pace of the queue. None where nobody knows.
+        """
+        if trail.estimate is not None and not sample.slotted:
+            left = trail.accepted + trail.estimate.wait - self._now
+            if left > 0:
+                return _seconds(left)
         pace = self.log.seconds_per_start(self._now)
         return _seconds(pace * standing.position) if pace is not None and standing else None
 
@@ -249,6 +260,18 @@ class View:
                 return f"It lost its slot and pages to an older one and keeps its place.{behind}"
             case _:
                 return behind.strip() or "It is next: the coming step looks at it."
+
+
+def _predicted(estimate: Estimate | None) -> dict[str, float] | None:
+    """What the gate foretold when it let the request in."""
+    if estimate is None:
+        return None
+    return {
+        "queue_seconds": _seconds(estimate.wait),
+        "queue_p90_seconds": _seconds(estimate.wait_p90),
+        "ttft_seconds": _seconds(estimate.ttft),
+        "ttft_p90_seconds": _seconds(estimate.ttft_p90),
+    }
 
 
 def _word(sample: SampleTrail) -> str:

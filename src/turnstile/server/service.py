@@ -71,7 +71,6 @@ class Service:
             together=_BODIES_AT_ONCE * config.max_body_size,
             seconds=config.body_timeout,
         )
-        self.metrics = Metrics(engine)
         self.phase = Phase.LOADING
         self.model: ServedModel | None = None
         self.gate: Gate | None = None
@@ -79,7 +78,8 @@ class Service:
         self.jobs: dict[str, tuple[Job, Record]] = {}
         """What the engine works on, by its request id."""
         self.requests = RequestLog()
-        self.requests.observer = self._trace = trace
+        self.requests.observer = self.trace = trace
+        self.metrics = Metrics(engine, self.requests, clock)
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
@@ -144,8 +144,8 @@ class Service:
             if isinstance(event, Admitted):
                 self._on_admitted(event)
         self.requests.on_step(result, happened)
-        if self._trace is not None:
-            self._trace.on_step(result, happened)
+        if self.trace is not None:
+            self.trace.on_step(result, happened)
 
     def _on_admitted(self, event: Admitted) -> None:
         """Somebody got a slot in this step: their wait is over."""

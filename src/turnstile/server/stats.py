@@ -17,12 +17,10 @@ class ThroughputLine:
         self._time = now
         self._prompt = 0
         self._generated = 0
-        self._was_active = False
 
     def write(self, now: float) -> str | None:
-        """Log the line for the time since the last one and return it; None while idle.
-
-        The first idle interval after some work still gets a line, so that the zeros are seen.
+        """Log the line for the time since the last one and return it; None where nothing was done
+        in that time and nobody is inside.
         """
         metrics = self._metrics
         seconds = max(now - self._time, 1e-9)
@@ -32,10 +30,9 @@ class ThroughputLine:
         snapshot = metrics.snapshot
         active = bool(prompt or generated or snapshot.running or snapshot.waiting)
         line = None
-        if active or self._was_active:
+        if active:
             line = _line(metrics, prompt / seconds, generated / seconds, preemptions)
             logger.info("%s", line)
-        self._was_active = active
         self._time = now
         self._prompt, self._generated = metrics.prompt_tokens, metrics.generated_tokens
         return line

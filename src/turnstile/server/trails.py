@@ -105,6 +105,8 @@ class RequestTrail:
     ----------
     record
         While it lives; what is told of an ended one is in ``counts``.
+    estimate
+        What the gate foretold of its first prompt; None while it was cold.
     samples
         By engine request id and sample index: several prompts are several engine requests.
     notes
@@ -118,6 +120,7 @@ class RequestTrail:
         "arrived",
         "counts",
         "ended",
+        "estimate",
         "id",
         "more_notes",
         "notes",
@@ -141,6 +144,8 @@ class RequestTrail:
         self.arrived = record.arrived
         self.accepted = now
         self.ended: float | None = None
+        place = record.jobs[0].place
+        self.estimate = None if place is None else place.estimate
         self.outcome: str | None = None
         self.counts: dict[str, int] = {}
         self.samples = {
@@ -165,6 +170,9 @@ class RequestTrail:
             "prompt_tokens": record.num_prompt,
             "cached_tokens": record.num_cached,
             "output_tokens": record.num_output,
+            "largest_output": max(
+                (choice.num_tokens for job in record.jobs for choice in job.choices), default=0
+            ),
             "max_tokens": max(job.generation.max_tokens for job in record.jobs),
             "choices": sum(job.generation.n for job in record.jobs),
         }
@@ -251,11 +259,11 @@ class RequestLog:
         for engine_id, _ in trail.samples:
             self._by_engine_id[engine_id] = trail
 
-    def closed(self, answer_id: str, outcome: str, now: float) -> None:
-        """Its answer has ended, however."""
+    def closed(self, answer_id: str, outcome: str, now: float) -> RequestTrail | None:
+        """Its answer has ended, however. Returns its trail, None where it never was accepted."""
         trail = self._alive.pop(answer_id, None)
         if trail is None:
-            return
+            return None
         for engine_id, _ in trail.samples:
             self._by_engine_id.pop(engine_id, None)
         for key, sample in trail.samples.items():
@@ -267,6 +275,7 @@ class RequestLog:
         self._ended[answer_id] = trail
         while len(self._ended) > self._keep:
             self._ended.popitem(last=False)
+        return trail
 
     # -- the engine ---------------------------------------------------------------------------
 
