@@ -32,7 +32,9 @@ if TYPE_CHECKING:
 FORMATS = ("float32", "bfloat16", "int8")
 
 LEVEL_VARIABLE = "TURNSTILE_ISA"
-"""Environment variable that forces an instruction set level: amx, avx512, avx512vnni, avx2, portable."""
+"""Environment variable that forces an instruction set level: amx, avx512vnni, avx512, avx2 or
+portable.
+"""
 
 
 def _extension() -> tuple[ModuleType | None, str]:

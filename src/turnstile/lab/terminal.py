@@ -34,7 +34,7 @@ def tell(part: Part, console: Console) -> None:
 def _table(table: Table) -> RichTable:
     shown = RichTable(title=escape(table.title), title_justify="left", title_style="bold")
     for i, column in enumerate(table.columns):
-        shown.add_column(escape(column), justify="left" if i == 0 else "right", overflow="fold")
+        shown.add_column(escape(column), justify="left" if i == 0 else "right", no_wrap=i == 0)
     for row in table.rows:
         shown.add_row(*(escape(show_cell(cell)) for cell in row))
     return shown

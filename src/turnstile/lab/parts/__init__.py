@@ -24,7 +24,12 @@ class Entry:
         return part
 
 
-ENTRIES = (Entry("batching", "Static batching against continuous batching", "batching"),)
+ENTRIES = (
+    Entry("batching", "Static batching against continuous batching", "batching"),
+    Entry("memory", "A contiguous cache against pages", "memory"),
+    Entry("attention", "Attention over pages, in three forms", "attention"),
+    Entry("prefix", "A prefix that everybody shares", "prefix"),
+)
 """Every part."""
 
 PARTS = {entry.name: entry for entry in ENTRIES}
