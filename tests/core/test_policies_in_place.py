@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from core.driver import Driver, make_scheduler
-from turnstile.core.request import Request
+from turnstile.core.admission import ExpectedAdmission
+from turnstile.core.request import FinishReason, Request, Sequence
 
 
 def test_prompts_can_be_computed_in_passes_of_their_own() -> None:
@@ -33,3 +36,22 @@ def test_the_victim_is_whomever_the_policy_names() -> None:
     assert gone[0] == "new"
     assert "old" not in gone
     assert all(len(outputs) == 20 for outputs in driver.outputs.values())
+
+
+@pytest.mark.parametrize(("reason", "learnt"), [(FinishReason.STOP, [3]), (FinishReason.ABORT, [])])
+def test_answers_that_end_at_a_stop_string_teach_their_length(
+    reason: FinishReason, learnt: list[int]
+) -> None:
+    lengths: list[int] = []
+
+    class Remembering(ExpectedAdmission):
+        def finished(self, sequence: Sequence) -> None:
+            lengths.append(sequence.num_outputs)
+
+    scheduler = make_scheduler(admission=Remembering())
+    driver = Driver(scheduler)
+    driver.submit(Request(id="r", prompt=(1, 2, 3), max_tokens=50))
+    for _ in range(3):
+        driver.step()
+    scheduler.cancel("r", now=3.0, reason=reason)
+    assert lengths == learnt

@@ -182,14 +182,15 @@ class Scheduler:
 
         Only between steps: never between a plan and its commit. Unknown ids are ignored. Samples
         that have not forked yet are one: to end sample 0 is to end them all, and the others cannot
-        be ended alone.
+        be ended alone. With ``STOP`` the answer is complete: its length is one to learn from.
         """
-        return [
-            ended
-            for sequence in self.sequences(request_id)
-            if sample_index is None or sequence.index == sample_index
-            for ended in self._finish(sequence, reason, now)
-        ]
+        ended: list[Progress] = []
+        for sequence in self.sequences(request_id):
+            if sample_index is None or sequence.index == sample_index:
+                ended += self._finish(sequence, reason, now)
+                if reason is FinishReason.STOP:
+                    self.admission.finished(sequence)
+        return ended
 
     def fail(self, sequence: Sequence, error: str, now: float) -> list[Progress]:
         """End a sequence because of its own fault, and whatever it was still to fork into."""

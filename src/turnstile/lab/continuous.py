@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 
 from turnstile.core.pages import PagePool
-from turnstile.core.plan import Progress
-from turnstile.core.request import FinishReason
+from turnstile.core.plan import Chunk, Outcome, Progress
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine.params import SamplingParams
 from turnstile.lab.contiguous import ContiguousPool
 from turnstile.lab.drive import Row, Step
-from turnstile.lab.load import Ask
+from turnstile.lab.load import END, Ask
 from turnstile.lab.model import LabModel
 from turnstile.lab.policies import TURNSTILE, Policy
 
@@ -71,14 +70,13 @@ class ContinuousServer:
             max_tokens=max(budget, slots),
             max_sequences=slots,
         )
+        self._lengths: dict[str, int] = {}
+        self._last: dict[str, int] = {}
 
     def submit(self, ask: Ask, now: float) -> None:
         sequence = self.scheduler.submit(ask.request(), now=now)
         self._runner.add(sequence, SamplingParams(temperature=0.0), 0)
-
-    def stop(self, request_id: str, now: float) -> None:
-        for ended in self.scheduler.cancel(request_id, now=now, reason=FinishReason.STOP):
-            self._runner.remove(ended.sequence)
+        self._lengths[ask.id] = ask.length
 
     @property
     def has_work(self) -> bool:
@@ -96,7 +94,10 @@ class ContinuousServer:
         began = time.perf_counter()
         results = self._runner.execute(plan)
         seconds = time.perf_counter() - began
-        outcomes = [result.outcome for result in results]
+        outcomes = [
+            self._ended_in_time(chunk, result.outcome)
+            for chunk, result in zip(plan.chunks, results, strict=True)
+        ]
         rows += [self._row(each) for each in scheduler.commit(plan, outcomes, now, seconds)]
         scheduler.take_events()
         if self.watched and self.policy.counts:
@@ -106,11 +107,22 @@ class ContinuousServer:
             preempted,
         )  # fmt: skip
 
+    def _ended_in_time(self, chunk: Chunk, outcome: Outcome) -> Outcome:
+        """The outcome, with the end token in place of the draw that completes an answer."""
+        sequence = chunk.sequence
+        if not outcome.tokens or sequence.num_outputs + 1 < self._lengths[sequence.request.id]:
+            return outcome
+        self._last[sequence.request.id] = outcome.tokens[0]
+        return Outcome((END,))
+
     def _row(self, progress: Progress) -> Row:
-        finish = str(progress.finish) if progress.finish else None
-        if finish is not None:
-            self._runner.remove(progress.sequence)
-        return Row(progress.sequence.request.id, progress.tokens, finish, progress.error)
+        name, tokens = progress.sequence.request.id, progress.tokens
+        if tokens == (END,):
+            tokens = (self._last.pop(name),)
+        if progress.finish is None:
+            return Row(name, tokens)
+        self._runner.remove(progress.sequence)
+        return Row(name, tokens, str(progress.finish), progress.error)
 
     def _memory(self) -> tuple[int, int]:
         """Tokens of memory taken, and how many of them hold something after this step; a shared

@@ -57,9 +57,6 @@ class Server(Protocol):
     def submit(self, ask: Ask, now: float) -> None:
         """Take a request."""
 
-    def stop(self, request_id: str, now: float) -> None:
-        """The answer is complete: what is drawn after this is for nobody. Between steps only."""
-
     @property
     def has_work(self) -> bool:
         """Whether anything is waiting or running."""
@@ -230,25 +227,17 @@ def drive(server: Server, load: Load | Iterable[Ask], *, by_steps: bool = True) 
             steps.append(step)
         for row in step.rows:
             answer = answers[row.id]
-            if _take(answer, row, clock):
-                if answer.finish == "stop":
-                    server.stop(row.id, clock.now)
+            _take(answer, row, clock)
+            if row.finish is not None:
                 source.ended(answer.ask, clock.now)
 
 
-def _take(answer: Answer, row: Row, clock: _Clock) -> bool:
-    """Write a row into its answer; whether that has ended it."""
-    if answer.finish is not None:
-        return False
+def _take(answer: Answer, row: Row, clock: _Clock) -> None:
+    """Write a row into its answer."""
     second = clock.second
-    for token in row.tokens[: answer.ask.length - len(answer.tokens)]:
-        answer.tokens.append(token)
-        answer.steps.append(clock.steps)
-        answer.seconds.append(second)
+    answer.tokens += row.tokens
+    answer.steps += [clock.steps] * len(row.tokens)
+    answer.seconds += [second] * len(row.tokens)
     answer.finish, answer.error = row.finish, row.error
-    if len(answer.tokens) == answer.ask.length and answer.finish is None:
-        answer.finish = "stop"
-    if answer.finish is None:
-        return False
-    answer.end_step, answer.end_second = clock.steps, second
-    return True
+    if row.finish is not None:
+        answer.end_step, answer.end_second = clock.steps, second

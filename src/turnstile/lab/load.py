@@ -13,14 +13,17 @@ import numpy as np
 from turnstile.bench.lengths import LengthDistribution
 from turnstile.core.request import Request
 
+END = -1
+"""What the scheduler is shown in place of an answer's last token."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
     """A request and where its answer will end.
 
     The client allows ``max_tokens`` and whoever schedules knows no more; the answer ends after
-    ``length`` tokens, as if a stop string had been found there. ``arrival`` is on the clock of the
-    run: in steps, or in seconds.
+    ``length`` tokens, as if the last of them were the model's end token. ``arrival`` is on the
+    clock of the run: in steps, or in seconds.
     """
 
     id: str
@@ -38,6 +41,7 @@ class Ask:
             max_tokens=self.max_tokens,
             tenant=self.tenant,
             arrival=self.arrival,
+            stop_ids=frozenset((END,)),
         )
 
 

@@ -123,11 +123,6 @@ class StaticServer:
             raise ValueError(f"{ask.id} is longer than the {self._longest} tokens of a row.")
         self._waiting.append((ask, now))
 
-    def stop(self, request_id: str, now: float) -> None:
-        for slot in self._batch.slots if self._batch else ():
-            if slot.ask.id == request_id:
-                slot.ended = True
-
     @property
     def has_work(self) -> bool:
         return bool(self._waiting) or self._batch is not None
@@ -191,9 +186,9 @@ class StaticServer:
             slot.sequence.computed = chunk.end
             slot.sequence.tokens += result.outcome.tokens
             finish = None
-            if result.outcome.error is not None or slot.sequence.remaining == 0:
+            if result.outcome.error is not None or slot.sequence.num_outputs == slot.ask.length:
                 slot.ended = True
-                finish = FinishReason.ERROR if result.outcome.error else FinishReason.LENGTH
+                finish = FinishReason.ERROR if result.outcome.error else FinishReason.STOP
             rows.append(Row(slot.ask.id, result.outcome.tokens, finish, result.outcome.error))
         if first:
             self.padding += wasted

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from turnstile.bench.arrivals import poisson
+from turnstile.bench.arrivals import gamma
 from turnstile.bench.lengths import Lognormal, Uniform
 from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import Answer, Run, drive, percentile
@@ -73,7 +73,7 @@ def _asks(model: LabModel) -> list[Ask]:
     asks = make_asks(
         Uniform(4, 40), Lognormal(18, 1.0, 2, 88), REQUESTS, model.vocab_size, longest=LONGEST
     )
-    return arriving(asks, poisson(0.3, REQUESTS, np.random.default_rng(1)))
+    return arriving(asks, gamma(0.3, REQUESTS, 1.0, np.random.default_rng(1)))
 
 
 def _work(part: Part, runs: dict[str, Run], static: StaticServer) -> None:
