@@ -33,6 +33,17 @@ def on_terminal(config: ServerConfig) -> bool:
     return sys.stderr.isatty() and config.log_format in ("auto", "color")
 
 
+def pool_warning(info: EngineInfo) -> str | None:
+    """What to say where the pool cannot hold a request as long as the context; else None."""
+    if info.kv_tokens >= info.max_model_len:
+        return None
+    return (
+        f"The KV pool holds {info.kv_tokens:,} tokens, less than --max-model-len "
+        f"({info.max_model_len:,}): requests that need more are refused. Give it more memory "
+        "(--kv-cache-memory-bytes, --num-pages), or lower --max-model-len."
+    )
+
+
 class LoadingBar:
     """How far loading has come: a bar on a terminal, one log line a stage elsewhere."""
 
@@ -70,6 +81,9 @@ def announce(service: Service, url: str, seconds: float) -> None:
     info = service.engine.info
     assert info is not None
     assert service.model is not None
+    warning = pool_warning(info)
+    if warning:
+        logger.warning("%s", warning)
     if on_terminal(service.config):
         _show_panel(service, info, url, seconds)
         return
