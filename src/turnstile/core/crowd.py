@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from turnstile.core.forecast import Ahead, Estimate, OutputMeans
+from turnstile.core.limits import NO_LIMITS, TenantLimits
 from turnstile.core.scheduler import OUTPUT_CHARGE
 
 
@@ -26,6 +27,8 @@ class Work:
         Tokens to compute, samples wanted.
     min_tokens, max_tokens
         Least and most outputs of each sample.
+    limits
+        What its tenant may use.
     """
 
     tenant: str = "default"
@@ -35,6 +38,7 @@ class Work:
     max_tokens: int
     min_tokens: int = 0
     n: int = 1
+    limits: TenantLimits = NO_LIMITS
 
 
 class Keeper(Protocol):
@@ -46,7 +50,7 @@ class Keeper(Protocol):
     def on_first_token(self, place: Place, now: float) -> None:
         """Its first token came out."""
 
-    def on_leave(self, place: Place, now: float, outputs: Sequence[int]) -> None:
+    def on_leave(self, place: Place, now: float, outputs: Sequence[int], drawn: int | None) -> None:
         """It ended."""
 
 
@@ -60,6 +64,7 @@ class Place:
         "expected",
         "first_step",
         "left",
+        "reserved",
         "started",
         "work",
     )
@@ -72,6 +77,8 @@ class Place:
         self.entered = now
         self.estimate: Estimate | None = None
         """What was predicted at the door; None while the cost model was cold."""
+        self.reserved = 0.0
+        """Tokens taken from its tenant's minute."""
         self.started = False
         self.first_step: int | None = None
         self.left = False
@@ -88,15 +95,19 @@ class Place:
             self.start(now)
             self._keeper.on_first_token(self, now)
 
-    def leave(self, now: float, outputs: Sequence[int] = ()) -> None:
+    def leave(self, now: float, outputs: Sequence[int] = (), drawn: int | None = None) -> None:
         """It ended, however. May be said again.
 
-        ``outputs`` are the lengths of the samples that ended by themselves: what the gate learns
-        output lengths from.
+        Parameters
+        ----------
+        outputs
+            Lengths of the samples that ended by themselves: what the gate learns lengths from.
+        drawn
+            Output tokens of all samples, cancelled ones too; None: the sum of ``outputs``.
         """
         if not self.left:
             self.left = True
-            self._keeper.on_leave(self, now, outputs)
+            self._keeper.on_leave(self, now, outputs, drawn)
 
 
 class Lane:
@@ -138,6 +149,11 @@ class Crowd:
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, OutputMeans] = {}
         self._ends: tuple[int, list[float], float] | None = None
+
+    def samples_of(self, tenant: str) -> int:
+        """Samples of a tenant inside, waiting or running."""
+        lanes = self._lanes.get(tenant, {}).values()
+        return self.running_of.get(tenant, 0) + sum(lane.samples for lane in lanes)
 
     def enter(self, place: Place) -> None:
         """Somebody begins to wait."""
@@ -195,6 +211,11 @@ class Crowd:
         least = min(work.min_tokens, work.max_tokens)
         return self._means(work.tenant).expected(least, work.max_tokens)
 
+    def next_end(self, tenant: str, step: int) -> float | None:
+        """Steps until one of a tenant's running samples should end; None if it has none."""
+        own = (_left(p, step) for p in self._running if p.work.tenant == tenant)
+        return min(own, default=None)
+
     def ends(self, step: int) -> tuple[list[float], float]:
         """Outputs to come of every sample that runs, ascending, and their mean context.
 
@@ -205,14 +226,8 @@ class Crowd:
             context = 0.0
             for place in self._running:
                 work = place.work
-                first = step + 1 if place.first_step is None else place.first_step
-                done = max(0, step - first + 1)
-                left = place.expected - done
-                if left < 1.0:  # it has outlived its forecast: the older, the more to come
-                    left = max(1.0, done / 3)
-                left = max(1.0, min(left, work.max_tokens - done))
-                ends += [left] * work.n
-                context += work.n * (work.prompt_tokens + done)
+                ends += [_left(place, step)] * work.n
+                context += work.n * (work.prompt_tokens + _done(place, step))
             ends.sort()
             self._ends = (step, ends, context / len(ends) if ends else 0.0)
         return self._ends[1], self._ends[2]
@@ -258,6 +273,20 @@ class Crowd:
                 prompt += share * lane.prompt_tokens
                 outputs += share * lane.outputs
         return Ahead(samples, prompt, outputs)
+
+
+def _done(place: Place, step: int) -> int:
+    """Outputs a running sample has drawn: one a step since its first."""
+    return 0 if place.first_step is None else max(0, step - place.first_step + 1)
+
+
+def _left(place: Place, step: int) -> float:
+    """Outputs a running sample is still to draw, at least 1."""
+    done = _done(place, step)
+    left = place.expected - done
+    if left < 1.0:  # it has outlived its forecast: the older, the more to come
+        left = done / 3
+    return max(1.0, min(left, place.work.max_tokens - done))
 
 
 __all__ = ["Crowd", "Keeper", "Lane", "Place", "Work"]

@@ -31,11 +31,14 @@ from turnstile.core.forecast import (
     Speed,
     steps_until_start,
 )
+from turnstile.core.limits import CONCURRENT, REQUESTS, TOKENS, Allowance, Meter
 
 MAX_REQUESTS = "max_num_queued_reqs"
 MAX_TOKENS = "max_num_queued_tokens"
 MAX_WAIT = "max_queue_wait"
-REASONS = (MAX_REQUESTS, MAX_TOKENS, MAX_WAIT)
+TENANT_REASONS = (CONCURRENT, REQUESTS, TOKENS)
+"""The tenant's own limits; the others are everybody's."""
+REASONS = (MAX_REQUESTS, MAX_TOKENS, MAX_WAIT, *TENANT_REASONS)
 RETRY_RANGE = (1.0, 60.0)
 _MAX_PROMISES = 4096
 
@@ -83,7 +86,7 @@ class Refused(Exception):  # noqa: N818
         Prompts that wait, and their tokens.
     retry_after
         Seconds (1 to 60) after which a place should be free; None where the request alone is more
-        than the queue holds, so that it never will be.
+        than the bound allows, so that it never will be.
     estimate
         What was predicted for it, where the bound is on that.
     """
@@ -120,6 +123,7 @@ class Gate:
         """Requests refused, by the bound they met."""
         self._crowd = Crowd(config.policy)
         self._promises: list[float] = []
+        self._meters: dict[str, Meter] = {}
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -147,6 +151,14 @@ class Gate:
         """What a newcomer would have to expect; None while the cost model is cold. O(tenants)."""
         return self._estimate(work, Ahead()) if self.view.warm else None
 
+    def allowances(self, tenant: str, now: float) -> dict[str, Allowance]:
+        """What is left of a tenant's minute: of its ``requests`` and ``tokens``, if limited."""
+        meter = self._meters.get(tenant)
+        if meter is None:
+            return {}
+        buckets = {"requests": meter.requests, "tokens": meter.tokens}
+        return {name: Allowance.of(b, now) for name, b in buckets.items() if b is not None}
+
     # -- commands ---------------------------------------------------------------------------------
 
     def learn(self, view: EngineView) -> None:
@@ -154,22 +166,68 @@ class Gate:
         self.view = view
 
     def enter(self, works: Sequence[Work], now: float) -> list[Place]:
-        """Reserve a place for each of a request's prompts, or raise :class:`Refused`."""
+        """Reserve a place for each of a request's prompts, or raise :class:`Refused`.
+
+        All of ``works`` belong to one tenant. Its own limits are looked at first.
+        """
         expected = [self._crowd.expected(work) for work in works]
+        tokens = [w.prompt_tokens + w.n * e for w, e in zip(works, expected, strict=True)]
+        meter = self._meter(works[0], now)
+        if meter is not None:
+            self._check_tenant(meter, works, sum(tokens), now)
         queued = self._queued(works, expected)
         if queued > 0:
             self._check_bounds(works, queued, now)
         estimate = self._check_wait(works, expected, queued, now)
+        reserved = [0.0] * len(works)
+        if meter is not None:
+            reserved = meter.enter(tokens, sum(work.n for work in works), now)
         places = []
-        for work, outputs in zip(works, expected, strict=True):
+        for work, outputs, taken in zip(works, expected, reserved, strict=True):
             place = Place(self, work, outputs, now)
-            place.estimate = estimate
+            place.estimate, place.reserved = estimate, taken
             self._crowd.enter(place)
             places.append(place)
         self.accepted += len(works)
         return places
 
     # -- the checks -------------------------------------------------------------------------------
+
+    def _meter(self, work: Work, now: float) -> Meter | None:
+        meter = self._meters.get(work.tenant)
+        if meter is None and work.limits.any:
+            meter = self._meters[work.tenant] = Meter(work.limits, now)
+            meter.concurrent = self._crowd.samples_of(work.tenant)
+        elif meter is not None:
+            meter.set_limits(work.limits, now)
+        return meter
+
+    def _check_tenant(self, meter: Meter, works: Sequence[Work], tokens: float, now: float) -> None:
+        samples = sum(work.n for work in works)
+        prompt_tokens = sum(work.prompt_tokens for work in works)
+        excess = meter.exceeded(prompt_tokens, tokens, samples, now)
+        if excess is None:
+            return
+        seconds = excess.seconds
+        if excess.reason == CONCURRENT and seconds is not None:
+            seconds = self._next_end(works[0])
+        self.rejections[excess.reason] += 1
+        raise Refused(
+            excess.reason,
+            excess.bound,
+            self.waiting,
+            self.waiting_tokens,
+            None if seconds is None else _clamped(seconds),
+        )
+
+    def _next_end(self, work: Work) -> float:
+        """Seconds until a sample of this tenant should end."""
+        if not self.view.warm:
+            return RETRY_RANGE[0]
+        ends, context = self._crowd.ends(self.view.steps)
+        own = self._crowd.next_end(work.tenant, self.view.steps)
+        speed = Speed.of(self.view, max(1, len(ends)), context, self.config.budget)
+        return speed.seconds(self._crowd.expected(work) if own is None else own, 0)
 
     def _queued(self, works: Sequence[Work], expected: Sequence[float]) -> int:
         """Prompts that would wait, these included, were they let in: those without a free slot,
@@ -259,8 +317,7 @@ class Gate:
         seconds = self._drain(starts) if starts else 0.0
         if estimate is not None:
             seconds += estimate.wait - bound
-        low, high = RETRY_RANGE
-        seconds = min(high, max(low, seconds))
+        seconds = _clamped(seconds)
         if len(promises) < _MAX_PROMISES:
             heapq.heappush(promises, now + seconds)
         return seconds
@@ -334,14 +391,24 @@ class Gate:
             took = max(0.0, now - place.entered)
             self.ttft.observe(estimate.raw_ttft, estimate.ttft, estimate.ttft_p90, took)
 
-    def on_leave(self, place: Place, now: float, outputs: Sequence[int]) -> None:
-        """A place is free again."""
-        crowd = self._crowd
+    def on_leave(self, place: Place, now: float, outputs: Sequence[int], drawn: int | None) -> None:
+        """A place is free again; its tenant pays for what was computed."""
+        crowd, work = self._crowd, place.work
+        meter = self._meters.get(work.tenant)
+        if meter is not None:
+            tokens = sum(outputs) if drawn is None else drawn
+            used = work.prompt_tokens + tokens if place.started else 0
+            meter.leave(work.n, place.reserved, used, now)
         crowd.leave(place, outputs)
         if not crowd.running_samples and not crowd.waiting.prompts:
             # An engine whose last request was cancelled says nothing more: all is free.
             free = self.config.kv_tokens
             self.view = replace(self.view, free_tokens=free, prefill_tokens=0)
+
+
+def _clamped(seconds: float) -> float:
+    low, high = RETRY_RANGE
+    return min(high, max(low, seconds))
 
 
 __all__ = [

@@ -47,7 +47,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         params=params,
         default_max_tokens=None,
         deadline=deadline,
-        priority=priority_of(request),
+        priority=priority_of(request, exchange.tenant),
         cache_salt=request.cache_salt,
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))

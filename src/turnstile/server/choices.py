@@ -156,4 +156,4 @@ class Job:
             self.stream.cancel()
         if self.place is not None:
             ended = [c.text.num_tokens for c in self.choices if c.finish in ("stop", "length")]
-            self.place.leave(now, ended)
+            self.place.leave(now, ended, drawn=self.num_output)

@@ -39,7 +39,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         params=params,
         default_max_tokens=config.default_max_tokens,
         deadline=deadline,
-        priority=priority_of(request),
+        priority=priority_of(request, exchange.tenant),
         cache_salt=request.cache_salt,
         echo=bool(request.echo),
         keep=keep,

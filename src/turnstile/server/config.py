@@ -27,6 +27,8 @@ class ServerConfig:
     """Key that clients must send as `Authorization: Bearer` or `x-api-key` (repeatable)."""
     admin_api_key: list[str] = field(default_factory=list)
     """Key for the administrative routes (repeatable). Default: any API key opens them."""
+    tenants: str | None = None
+    """TOML file with tenants: their keys, weights and limits. SIGHUP reads it again."""
     allow_unauthenticated: bool = False
     """Listen on a non-loopback address without a key. Anyone who reaches the port may use it."""
     allowed_origins: list[str] = field(default_factory=list)
@@ -98,16 +100,18 @@ class ServerConfig:
             raise ConfigError("An API key is empty; give a secret, or leave the flag out.")
         if not all(key.isascii() and key.isprintable() for key in self.api_key):
             raise ConfigError("An API key has characters that no HTTP header can carry.")
+        if not 0 <= self.max_queue_wait < float("inf"):
+            raise ConfigError("--max-queue-wait must be a number of seconds, 0 for no bound.")
         if self.max_body_size < 1024:
             raise ConfigError("--max-body-size is below 1 KiB; no request fits.")
         if self.trace_max_bytes < 2**16:
             raise ConfigError("--trace-max-bytes is below 64 KiB; a trace is larger than that.")
         exposed = self.uds is None and not is_loopback(self.host)
-        if exposed and not self.api_key and not self.allow_unauthenticated:
+        if exposed and not self.api_key and self.tenants is None and not self.allow_unauthenticated:
             raise ConfigError(
                 f"Listening on {self.host} without an API key would let anyone on the network in. "
-                "Add --api-key SECRET (or set TURNSTILE_API_KEY), or say --allow-unauthenticated "
-                "if something in front of this server checks who calls."
+                "Add --api-key SECRET (or set TURNSTILE_API_KEY) or --tenants FILE, or say "
+                "--allow-unauthenticated if something in front of this server checks who calls."
             )
 
     @property

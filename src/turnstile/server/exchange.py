@@ -14,10 +14,10 @@ from typing import Any
 
 import msgspec
 
-from turnstile.server.auth import Tenant
 from turnstile.server.body import BodyLimits, too_large
 from turnstile.server.cors import header
 from turnstile.server.errors import ApiError, Headers
+from turnstile.server.tenants import Tenant
 
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"

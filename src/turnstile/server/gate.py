@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from turnstile.core.cost import Coefficients, CostModel
 from turnstile.core.forecast import EngineView
-from turnstile.core.gate import MAX_WAIT, REASONS, Gate, GateConfig, Place, Refused, Work
+from turnstile.core.gate import (
+    MAX_WAIT,
+    REASONS,
+    TENANT_REASONS,
+    Gate,
+    GateConfig,
+    Place,
+    Refused,
+    Work,
+)
 from turnstile.engine.client import Generation
 from turnstile.engine.protocol import EngineInfo, Snapshot
 from turnstile.server.config import ServerConfig
-from turnstile.server.errors import ApiError
+from turnstile.server.errors import ApiError, Headers
+from turnstile.server.tenants import Tenant
 
 
 def make_gate(config: ServerConfig, info: EngineInfo) -> Gate:
@@ -41,7 +52,7 @@ def view_of(snapshot: Snapshot, steps: int, page_size: int) -> EngineView:
     )
 
 
-def work_of(generation: Generation) -> Work:
+def make_work(generation: Generation, tenant: Tenant) -> Work:
     """What a request will cost."""
     params = generation.params
     endless = params.ignore_eos and not (params.stop or params.stop_token_ids)
@@ -53,6 +64,7 @@ def work_of(generation: Generation) -> Work:
         max_tokens=generation.max_tokens,
         min_tokens=generation.max_tokens if endless else params.min_tokens,
         n=generation.n,
+        limits=tenant.limits,
     )
 
 
@@ -61,7 +73,47 @@ def enter(gate: Gate, works: Sequence[Work], now: float) -> list[Place]:
     try:
         return gate.enter(works, now)
     except Refused as refused:
-        raise _overloaded(refused) from None
+        raise _answer(works[0].tenant, refused) from None
+
+
+def rate_limits(gate: Gate, tenant: Tenant, now: float) -> Headers:
+    """``x-ratelimit-*`` for whoever has a limit on requests or tokens."""
+    headers: Headers = []
+    for name, allowance in gate.allowances(tenant.name, now).items():
+        values = (str(allowance.limit), str(allowance.remaining), _duration(allowance.reset))
+        for what, value in zip(("limit", "remaining", "reset"), values, strict=True):
+            headers.append((f"x-ratelimit-{what}-{name}".encode(), value.encode()))
+    return headers
+
+
+def _duration(seconds: float) -> str:
+    """As OpenAI writes it: ``12ms``, ``1s``, ``6m0s``."""
+    if seconds < 1:
+        return f"{math.ceil(seconds * 1000)}ms"
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}m{rest}s" if minutes else f"{rest}s"
+
+
+_OWN_LIMITS = {
+    "max_concurrent": "may have {bound:g} samples (prompts times n) at once",
+    "tokens_per_minute": "may use {bound:g} tokens a minute",
+    "requests_per_minute": "may send {bound:g} requests a minute",
+}
+
+
+def _answer(tenant: str, refused: Refused) -> ApiError:
+    if refused.reason not in TENANT_REASONS:
+        return _overloaded(refused)
+    limit = _OWN_LIMITS[refused.reason].format(bound=refused.bound)
+    never = refused.retry_after is None
+    return ApiError(
+        429,
+        f"{tenant} {limit} ({refused.reason}), and this request "
+        + ("alone is more. Split it." if never else "would be more. Try again later."),
+        code="rate_limit_exceeded",
+        retry_after=refused.retry_after,
+        should_retry=not never,
+    )
 
 
 def _overloaded(refused: Refused) -> ApiError:
@@ -90,4 +142,14 @@ def _overloaded(refused: Refused) -> ApiError:
     )
 
 
-__all__ = ["REASONS", "Gate", "Place", "Work", "enter", "make_gate", "view_of", "work_of"]
+__all__ = [
+    "REASONS",
+    "Gate",
+    "Place",
+    "Work",
+    "enter",
+    "make_gate",
+    "make_work",
+    "rate_limits",
+    "view_of",
+]

@@ -20,7 +20,7 @@ from turnstile.server.errors import (
 )
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames
-from turnstile.server.gate import enter, work_of
+from turnstile.server.gate import enter, make_work, rate_limits
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import final_max_tokens
 from turnstile.server.prompts import TokenizedPrompt
@@ -110,9 +110,8 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
 
 def _salt(service: Service, exchange: Exchange, own: str | None) -> bytes:
     """Who may share prefix-cache pages with this request: equal salts only."""
-    tenant = exchange.tenant.name if service.config.prefix_sharing == "tenant" else ""
-    if tenant == "default":
-        tenant = ""
+    shares = service.config.prefix_sharing == "all" or exchange.tenant.share_cache
+    tenant = "" if shares or exchange.tenant.name == "default" else exchange.tenant.name
     return f"{tenant}\0{own}".encode() if own else tenant.encode()
 
 
@@ -185,8 +184,14 @@ class Answer:
         service, jobs = self._service, self._record.jobs
         _, gate = service.require_model()
         now = service.clock()
-        works = [work_of(job.generation) for job in jobs]
-        for job, place in zip(jobs, enter(gate, works, now), strict=True):
+        tenant = self._exchange.tenant
+        works = [make_work(job.generation, tenant) for job in jobs]
+        try:
+            places = enter(gate, works, now)
+        finally:
+            if tenant.limits.any:
+                self._exchange.common_headers += rate_limits(gate, tenant, now)
+        for job, place in zip(jobs, places, strict=True):
             job.place = place
         self._record.accepted = now
         exchange = self._exchange

@@ -10,10 +10,10 @@ from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, bad_request, unsupported
 from turnstile.server.model import ServedModel
 from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from turnstile.server.tenants import MOST_PRIORITY, Tenant
 
 _MAX_STOP_LENGTH = 1024
 _MAX_TIMEOUT = 86_400.0
-_PRIORITIES = 1_000_000
 _REMOVED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
 
@@ -201,9 +201,17 @@ def deadline_of(
     return started + timeout
 
 
-def priority_of(request: GenerationRequest) -> int:
-    """The request's priority; lower is earlier."""
-    priority = request.priority or 0
-    if abs(priority) > _PRIORITIES:
-        raise bad_request(f"priority must be within ±{_PRIORITIES}.", "priority")
-    return priority
+def priority_of(request: GenerationRequest, tenant: Tenant) -> int:
+    """The request's priority; lower is earlier. It may not be ahead of what its tenant has."""
+    first = tenant.priority
+    if request.priority is None:
+        return first or 0
+    if abs(request.priority) > MOST_PRIORITY:
+        raise bad_request(f"priority must be within ±{MOST_PRIORITY}.", "priority")
+    if first is not None and request.priority < first:
+        raise bad_request(
+            f"priority is {request.priority}, but this key may ask for {first} at most urgent "
+            "(lower is earlier).",
+            "priority",
+        )
+    return request.priority

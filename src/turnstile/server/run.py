@@ -2,7 +2,7 @@
 
 The first SIGTERM or SIGINT drains: what runs may finish within ``--shutdown-timeout``, new
 requests are sent elsewhere. The second aborts, and every stream still gets its last chunk. The
-third leaves at once.
+third leaves at once. SIGHUP reads the tenants' file again, where there is one.
 """
 
 from __future__ import annotations
@@ -161,6 +161,8 @@ class Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
+        if self._service.config.tenants is not None:
+            loop.add_signal_handler(signal.SIGHUP, self._service.reload_keys)
 
     def _on_signal(self) -> None:
         self._signals += 1

@@ -58,8 +58,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     """``{"type": "text" | "json_object"}``, or ``json_schema`` with its schema."""
     structured_outputs: dict[str, Any] | None = None
     """One of ``json``, ``regex``, ``choice``, ``grammar``, ``json_object``."""
-    priority: int | None = 0
-    """Lower is earlier, among the requests of one tenant."""
+    priority: int | None = None
+    """Lower is earlier, among the requests of one tenant. Default: the tenant's, or 0."""
     timeout: float | None = None
     """Seconds after which the request ends with what there is (header: ``x-request-timeout``)."""
     cache_salt: str | None = None

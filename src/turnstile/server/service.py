@@ -15,7 +15,7 @@ from turnstile.engine.protocol import StepResult
 from turnstile.server.auth import KeyRing
 from turnstile.server.body import BodyLimits
 from turnstile.server.choices import Job
-from turnstile.server.config import ServerConfig
+from turnstile.server.config import ConfigError, ServerConfig
 from turnstile.server.cors import Cors
 from turnstile.server.errors import ApiError, model_loading, shutting_down
 from turnstile.server.exchange import Exchange
@@ -64,7 +64,7 @@ class Service:
         self.engine = engine
         self.environment = environment or {}
         self.clock = clock
-        self.keys = KeyRing(config.api_key, config.admin_api_key)
+        self.keys = KeyRing.of(config)
         self.cors = Cors(config.allowed_origins)
         self.bodies = BodyLimits(
             one=config.max_body_size,
@@ -95,6 +95,15 @@ class Service:
         self.metrics.ready(model.name, info, self.gate)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
+
+    def reload_keys(self) -> None:
+        """Read the tenants' file again; where it is wrong, what was read before stays."""
+        try:
+            self.keys = KeyRing.of(self.config)
+        except ConfigError as error:
+            logger.error("The tenants stay as they are. %s", error)
+        else:
+            logger.info("The tenants were read again: %d keys.", len(self.keys))
 
     def drain(self) -> None:
         """Take no new requests."""
