@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from hashlib import blake2b
 from itertools import pairwise
+from typing import Any
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy, Candidate
 from turnstile.core.events import Admitted, AnyEvent, Finished, Forked, Preempted, Queued
@@ -123,15 +124,20 @@ def make_scheduler(
     )
 
 
+def tenants_of(scheduler: Scheduler) -> list[Any]:
+    """The books of the queue, where it keeps any."""
+    return list(getattr(scheduler.queue, "_tenants", {}).values())
+
+
 class Driver:
     """A scheduler and its model, with everything checked that can be checked at every step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
-        self.scheduler = scheduler
-        self.model = FakeModel(scheduler.pool.page_size)
         self.now = 0.0
+        self.passed_over = 0
         self.outputs: dict[tuple[str, int], list[int]] = defaultdict(list)
         self.submitted: set[tuple[str, int]] = set()
+        self.paid: dict[tuple[str, int], float] = {}
         self.finished: dict[tuple[str, int], FinishReason] = {}
         self.errors: dict[tuple[str, int], str | None] = {}
         self.events: list[AnyEvent] = []
@@ -139,6 +145,15 @@ class Driver:
         self.max_running = 0
         self.before_plan: Callable[[Driver], None] | None = None
         self.break_row: Callable[[Chunk], bool] = lambda chunk: False
+        self.install(scheduler)
+
+    def install(self, scheduler: Scheduler) -> None:
+        """Go on with another scheduler, on a machine that remembers nothing: as after a crash."""
+        self.scheduler = scheduler
+        self.model = FakeModel(scheduler.pool.page_size)
+        self.events = []
+        self.submitted -= set(self.finished)
+        self.gone = set(self.finished)
         self._check_memory_of_the_blocked()
 
     def _check_memory_of_the_blocked(self) -> None:
@@ -158,12 +173,14 @@ class Driver:
                 assert not scheduler.admission.fits(candidate, running, pool, reserve)
             return answer
 
-        self.passed_over = 0
         entrance._still_blocked = still_blocked  # type: ignore[method-assign]
 
     def submit(self, request: Request, **settings: object) -> Sequence:
         sequence = self.scheduler.submit(request, now=self.now, **settings)  # type: ignore[arg-type]
-        self.outputs[request.id, sequence.index] += sequence.outputs
+        self.outputs[request.id, sequence.index] = list(sequence.outputs)
+        if sequence.charged:
+            paid = sequence.charged - 2.0 * sequence.num_outputs
+            self.paid[request.id, sequence.index] = paid
         self.submitted |= {(request.id, sequence.index + k) for k in range(sequence.fork_width)}
         return sequence
 
@@ -180,10 +197,14 @@ class Driver:
         self._take(scheduler.take_ended())
         scheduler.audit()
         self._check_plan(plan)
+        assert not any(
+            s.request.deadline is not None and s.request.deadline <= self.now
+            for s in (*scheduler.running, *scheduler.waiting())
+        ), "somebody outlives its deadline"
         # Decode, or a chunk of the prompt: the one admitted first is in every step.
         if eldest is not None and eldest.state is State.RUNNING:
             assert any(chunk.sequence is eldest for chunk in plan.chunks), f"{eldest} stands still"
-        if scheduler.running or scheduler.num_waiting:
+        if (scheduler.running or scheduler.num_waiting) and scheduler.admission.preempts:
             assert plan, "there is work and nobody runs"
         outcomes = self.model.run(plan)
         outcomes = [
@@ -220,6 +241,9 @@ class Driver:
         assert not scheduler._alive
         assert not scheduler.cache._writer_of
         assert not scheduler.cache._writes
+        assert not scheduler.cache._waiters
+        assert all(tenant.running == tenant.alive == 0 for tenant in tenants_of(scheduler))
+        scheduler.audit()
         self.check_events()
 
     def check_events(self) -> None:
@@ -239,7 +263,7 @@ class Driver:
                     assert after in (Admitted, Finished), (key, seen)
                 if kind is Admitted:
                     assert after is not Admitted, (key, seen)
-        assert set(self.finished) == self.submitted
+        assert set(self.finished) - self.gone == self.submitted
         for request_id, index in self.submitted - set(kinds):
             # Ended with the sample it would have forked from.
             assert index > 0
@@ -266,6 +290,19 @@ class Driver:
                 assert not pool.is_published(page), "a published page is written"
         assert all(count == 1 for count in written.values())
 
+    def _check_charge(self, sequence: Sequence) -> None:
+        """2 for each output, and the prompt once, by what the cache had of it: what is computed
+        again is charged to nobody.
+        """
+        prompt = sequence.charged - 2.0 * sequence.num_outputs
+        paid_elsewhere = self.paid.get((sequence.request.id, sequence.index))
+        if paid_elsewhere:
+            assert prompt == paid_elsewhere
+        elif sequence.index or sequence.started is None:
+            assert prompt == 0
+        else:
+            assert prompt == sequence.num_prompt - sequence.num_cached
+
     def _take(self, progress: list[Progress]) -> None:
         for step in progress:
             key = (step.sequence.request.id, step.sequence.index)
@@ -273,5 +310,6 @@ class Driver:
             assert step.first == len(self.outputs[key])
             self.outputs[key] += step.tokens
             if step.finish is not None:
+                self._check_charge(step.sequence)
                 self.finished[key] = step.finish
                 self.errors[key] = step.error

@@ -148,8 +148,8 @@ def test_a_resubmitted_sample_goes_on_where_it_was() -> None:
     request = Request(id="r", prompt=(5, 6, 7), max_tokens=12, n=2)
     whole = [solo(request, i) for i in range(2)]
     driver = Driver(make_scheduler())
-    driver.submit(request, outputs=whole[0][:4], sample_index=0, charged=9.0)
-    driver.submit(request, outputs=whole[1][:7], sample_index=1, charged=9.0)
+    driver.submit(request, outputs=whole[0][:4], sample_index=0, charged=3.0 + 8.0)
+    driver.submit(request, outputs=whole[1][:7], sample_index=1, charged=14.0)
     driver.run()
     assert [driver.outputs["r", i] for i in range(2)] == whole
 
@@ -157,7 +157,7 @@ def test_a_resubmitted_sample_goes_on_where_it_was() -> None:
 def test_resubmitting_a_complete_sample_ends_it_without_another_token() -> None:
     request = Request(id="r", prompt=(5, 6, 7), max_tokens=3)
     driver = Driver(make_scheduler())
-    driver.submit(request, outputs=solo(request))
+    driver.submit(request, outputs=solo(request), charged=9.0)
     driver.run()
     assert driver.outputs["r", 0] == solo(request)
     assert driver.finished["r", 0] is FinishReason.LENGTH

@@ -14,8 +14,8 @@ from __future__ import annotations
 from array import array
 from hashlib import blake2b
 
-from turnstile.core.pages import PagePool
-from turnstile.core.request import Sequence
+from turnstile.core.pages import AuditError, PagePool
+from turnstile.core.request import Sequence, State
 
 
 class PrefixCache:
@@ -152,6 +152,27 @@ class PrefixCache:
     def clear(self) -> int:
         """Forget all pages that nobody holds; returns how many."""
         return self.pool.drop_cached()
+
+    def audit(self) -> None:
+        """Check that what can be found is there, and that whoever waits for a page will be woken.
+
+        Raises
+        ------
+        AuditError
+        """
+        for key, page in self._page_of.items():
+            if self._key_of.get(page) != key or page not in self._tokens_of:
+                raise AuditError(f"Page {page} is found by a key that is not its own.")
+            if not self.pool.is_published(page):
+                raise AuditError(f"Page {page} can be found but is not published.")
+        if not len(self._page_of) == len(self._key_of) == len(self._tokens_of):
+            raise AuditError("A page that cannot be found has still a key or tokens.")
+        for key, writer in self._writer_of.items():
+            if writer.state is not State.RUNNING or key not in self._writes.get(writer, ()):
+                raise AuditError(f"{writer} is to publish a page that it will not compute.")
+        for key, waiters in self._waiters.items():
+            if key not in self._writer_of:
+                raise AuditError(f"{waiters} wait for a page that nobody computes.")
 
     # -- inside -----------------------------------------------------------------------------------
 

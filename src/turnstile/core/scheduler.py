@@ -116,6 +116,7 @@ class Scheduler:
         """Check all books against every live sequence; raises :class:`AuditError`. O(pages)."""
         alive = [s for group in self._alive.values() for s in group]
         self.pool.audit(s.table for s in alive)
+        self.cache.audit()
         self._waiting.audit(alive)
         self.slots.audit()
 
