@@ -16,7 +16,7 @@ from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine import faults
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.loop import StepLoop
-from turnstile.engine.machine import available_memory, cpu_flags, usable_cpus
+from turnstile.engine.machine import available_memory, compute_threads, cpu_flags
 from turnstile.engine.protocol import EngineInfo, StepResult
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def load_model(config: EngineConfig, report: Report = lambda stage, fraction: No
     from turnstile.models.decoder import Decoder
     from turnstile.models.source import resolve
 
-    threads = config.threads or usable_cpus()
+    threads = config.threads or compute_threads()
     device = config.device if config.device != "auto" else _best_device()
     name = None if config.backend == "auto" else config.backend
     source = resolve(config.model, revision=config.revision)

@@ -32,7 +32,7 @@ class EngineConfig:
     exact: bool = True
     """Give the same tokens alone and in a crowd."""
     threads: int | None = None
-    """Compute threads. Default: from CPU affinity and the container's quota."""
+    """Compute threads. Default: the CPUs that affinity and the container allow, less one from 3."""
     max_model_len: int | None = None
     """Most tokens of a prompt and its output. Default: the model's, if the pool holds it."""
     max_num_seqs: int = 128
