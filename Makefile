@@ -9,7 +9,7 @@ NATIVE := $(wildcard csrc/pyproject.toml csrc/CMakeLists.txt csrc/engine/* csrc/
 # A .venv that is a link belongs to somebody else: it is used as it is, and never installed into.
 LINKED := $(shell test -L $(VENV) && echo yes)
 
-.PHONY: help install serve bench test test-fast lint format clean
+.PHONY: help install serve bench soak test test-fast lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
@@ -32,6 +32,9 @@ serve: install  ## a running server on http://127.0.0.1:8000; flags in ARGS="...
 
 bench: install  ## measure a server that runs on port 8000; flags in ARGS="..."
 	PYTHONPATH=src $(BIN)/python -m turnstile bench serve $(ARGS)
+
+soak: install  ## ten minutes of everything at once, three kill -9 among it; more in ARGS="--minutes 60"
+	PYTHONPATH=src $(BIN)/python -m turnstile.bench.soak $(ARGS)
 
 test: install  ## the whole suite
 	$(BIN)/python -m pytest -q

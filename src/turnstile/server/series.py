@@ -5,6 +5,7 @@ The exposition, docs/metrics.md, the dashboard and the alert rules are all made 
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -148,6 +149,14 @@ def _engine_memory(metrics: Metrics) -> float:
     return float(int(pages) * os.sysconf("SC_PAGE_SIZE"))
 
 
+def _tasks() -> float:
+    """Tasks of the running event loop; 0 outside of one (in tools that read the table)."""
+    try:
+        return len(asyncio.all_tasks())
+    except RuntimeError:
+        return 0
+
+
 _COSTS = ("step", "token", "query_key_pair", "sequence")
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _STATES = tuple(state.value for state in EngineState)
@@ -173,6 +182,9 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_now("waiting_tokens")),
         Series(kind="gauge", name="requests_in_flight", help="HTTP requests being answered.",
                read=lambda metrics: metrics.in_flight),
+        Series(kind="gauge", name="api_tasks",
+               help="Tasks of the API process: some for each request, a few beside.",
+               read=lambda _: _tasks()),
     ),
     "Memory": (
         Series(kind="gauge", name="pages", help="Pages of the KV pool by state.",
