@@ -1,0 +1,87 @@
+"""The comparison with other servers: medians, ratios, and a driver that speaks its protocol."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peers.catalog import Peer, catalog
+from peers.tables import medians, ratios, table
+from peers.turns import PeerError, take_turn
+
+from turnstile.bench.lengths import Fixed
+from turnstile.bench.workloads import choose
+
+OURS = Peer("turnstile-int8", "int8", ())
+PEERS = [OURS, Peer("one-int8", "int8", ()), Peer("other-bf16", "bf16", ())]
+
+
+def figures(throughput: float, ttft: float, failed: int = 0) -> dict[str, Any]:
+    return {
+        "output_throughput": throughput,
+        "ttft_ms": {"p50": ttft, "p99": None},
+        "failed": failed,
+        "incomplete": 0,
+    }
+
+
+def test_medians_are_of_the_rounds_that_have_the_figure_and_losses_show() -> None:
+    found = medians([figures(1, 5), figures(9, 7, failed=4), figures(2, 6)])
+    assert found == {"output tok/s": 2, "TTFT p50 ms": 6, "not completed": 0}
+
+
+def test_ratios_are_to_the_best_of_all_and_to_the_best_of_the_same_precision() -> None:
+    found = {
+        "turnstile-int8": medians([figures(800, 100)]),
+        "one-int8": medians([figures(200, 50)]),
+        "other-bf16": medians([figures(400, 200)]),
+    }
+    ours = ratios(found, PEERS)["turnstile-int8"]
+    assert ours["any precision"] == {"output tok/s": 2.0, "TTFT p50 ms": 2.0}
+    assert ours["int8 only"] == {"output tok/s": 4.0, "TTFT p50 ms": 2.0}
+    assert "turnstile-int8 / best peer, any precision" in "\n".join(table(found, PEERS))
+
+
+def test_what_is_not_installed_is_known_by_its_missing_file(tmp_path: Path) -> None:
+    known = catalog(tmp_path, tmp_path / "model.gguf", 8000)
+    assert not known["turnstile-int8"].missing
+    assert known["llama-bf16"].missing[0] == tmp_path / "llama" / "llama-server"
+
+
+DRIVER = """
+    import json, sys
+    print("noise"); print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        plan = json.load(open(job["plan"]))
+        rows = [[0.0, 0.0, 0.4, [0.1 * (i + 1) for i in range(n)]] for _, n in plan["requests"]]
+        json.dump({"rows": rows, "window": 2.0}, open(job["result"], "w"))
+        print("done", flush=True)
+"""
+
+
+def test_a_peer_in_process_is_measured_by_its_own_times(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class ByWords:
+        def __init__(self, model: str) -> None: ...
+
+        async def __call__(self, text: str) -> list[int]:
+            return [len(word) for word in text.split()]
+
+    monkeypatch.setattr("peers.turns.LocalTokenizer", ByWords)
+    workload = choose("W4", requests=3, prompt=Fixed(5), output=Fixed(4))
+    command = (sys.executable, "-c", textwrap.dedent(DRIVER))
+    peer = Peer("own", "int8", command, in_process=True)
+    common = {"port": 0, "model": "", "text_seed": 0, "log": tmp_path / "own.log"}
+    found = take_turn(peer, [workload], **common)["W4*"]  # type: ignore[arg-type]
+    assert (found["completed"], found["output_tokens"], found["output_throughput"]) == (3, 12, 6)
+    assert found["ttft_ms"]["p50"] == pytest.approx(100)
+    assert found["tpot_ms"]["p50"] == pytest.approx(100)
+    broken = replace(peer, command=(sys.executable, "-c", "print('no')"))
+    with pytest.raises(PeerError, match="ended before it said ready"):
+        take_turn(broken, [workload], **common)  # type: ignore[arg-type]
