@@ -15,7 +15,7 @@ from typing import Any
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy, Candidate
 from turnstile.core.events import Admitted, AnyEvent, Finished, Forked, Preempted, Queued
-from turnstile.core.fairness import QUEUE_POLICIES
+from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence, State
@@ -104,7 +104,7 @@ def make_scheduler(
     pages: int = 16,
     page_size: int = 4,
     admission: str | AdmissionPolicy = "expected",
-    queue: str = "fair",
+    queue: str | QueuePolicy = "fair",
     prefix_caching: bool = True,
     **config: object,
 ) -> Scheduler:
@@ -119,7 +119,7 @@ def make_scheduler(
         SchedulerConfig(**settings),  # type: ignore[arg-type]
         PagePool(pages, page_size),
         policy,
-        QUEUE_POLICIES[queue](),
+        QUEUE_POLICIES[queue]() if isinstance(queue, str) else queue,
         prefix_caching=prefix_caching,
     )
 

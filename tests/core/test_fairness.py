@@ -2,62 +2,160 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler
 from turnstile.core.chunking import need, share_budget
-from turnstile.core.fairness import FairQueue
-from turnstile.core.request import Request, Sequence
+from turnstile.core.events import Admitted
+from turnstile.core.fairness import FairQueue, PriorityQueue, QueuePolicy
+from turnstile.core.request import FinishReason, Request, Sequence
 
-SKIPS = 4
+SKIPS = 1
+OUTPUT_PRICE = 2.0
+PROMPT_PRICE = 1.0
 
 
-def widest_gap(queue: str, seed: int, weights: tuple[float, float]) -> tuple[float, float]:
-    """Two backlogged tenants, one of which came first with everything: the largest difference in
-    service over weight while both wait, and DESIGN's bound on it.
+@st.composite
+def backlogs(draw: st.DrawFn) -> dict[str, list[tuple[int, int]]]:
+    """For each of two tenants, prompt and output lengths of its requests."""
+    lengths = {}
+    for tenant, longest in (("a", draw(st.integers(1, 12))), ("b", draw(st.integers(1, 12)))):
+        one = st.tuples(st.integers(1, longest), st.integers(1, longest))
+        lengths[tenant] = draw(st.lists(one, min_size=45, max_size=45))
+    return lengths
+
+
+def check_bound(
+    queue: str, lengths: dict[str, list[tuple[int, int]]], weights: tuple[float, float],
+    skips: int, slots: int, admission: str, budget: int,
+) -> None:  # fmt: skip
+    """Two tenants of equal priority, both backlogged; one came with everything before the other.
+
+    In any span of time in which both wait, what they are charged, over weight, differs by at most
+    ``2 · max(w_p · L, w_q · M)`` plus the skip limit times the dearest request, where L is the
+    longest prompt and M what the pool holds, in tokens.
     """
-    rng = random.Random(seed)
     driver = Driver(
-        make_scheduler(pages=40, queue=queue, max_num_seqs=4, max_skips=SKIPS, reserved_slots=0)
-    )
+        make_scheduler(
+            pages=20, page_size=2, queue=queue, admission=admission, prefix_caching=False,
+            max_num_seqs=slots, max_num_batched_tokens=budget, max_skips=skips, reserved_slots=0,
+        )
+    )  # fmt: skip
+    weight = dict(zip("ab", weights, strict=True))
+    live: dict[str, list[Sequence]] = {"a": [], "b": []}
     dearest = longest = 0.0
-    for tenant, weight in zip("ab", weights, strict=True):
-        for i in range(60):
+    for tenant, wanted in lengths.items():
+        for i, (prompt, outputs) in enumerate(wanted):
             request = Request(
-                id=f"{tenant}{i}", prompt=(i,) * rng.randint(1, 20),
-                max_tokens=rng.randint(1, 20), tenant=tenant, weight=weight,
-                arrival=float(i + 100 * (tenant == "b")),
+                id=f"{tenant}{i}", prompt=(i,) * prompt, max_tokens=outputs, tenant=tenant,
+                weight=weight[tenant], arrival=float(i + 100 * (tenant == "b")),
             )  # fmt: skip
-            cost = len(request.prompt) + 2.0 * request.max_tokens
-            dearest = max(dearest, cost / weight)
-            longest = max(longest, len(request.prompt) / weight)
-            driver.submit(request)
-    tokens_in_pool = 2.0 * driver.scheduler.pool.num_pages * driver.scheduler.pool.page_size
-    bound = 2 * max(longest, tokens_in_pool / min(weights)) + SKIPS * dearest
-    served = dict.fromkeys("ab", 0.0)
-    live: dict[str, list[Sequence]] = {
-        t: [driver.scheduler.sequences(f"{t}{i}")[0] for i in range(60)] for t in "ab"
-    }
-    gap = 0.0
+            cost = PROMPT_PRICE * prompt + OUTPUT_PRICE * outputs
+            dearest = max(dearest, cost / weight[tenant])
+            longest = max(longest, prompt)
+            live[tenant].append(driver.submit(request))
+    pool = driver.scheduler.pool.num_pages * driver.scheduler.pool.page_size
+    bound = 2 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * pool) / min(weights) + skips * dearest
+    lead = [0.0]
     while all(any(s.started is None for s in live[t]) for t in "ab"):
         driver.step()
-        for tenant, weight in zip("ab", weights, strict=True):
-            served[tenant] = sum(s.charged for s in live[tenant]) / weight
-        gap = max(gap, abs(served["a"] - served["b"]))
-    return gap, bound
+        served = {t: sum(s.charged for s in live[t]) / weight[t] for t in "ab"}
+        lead.append(served["a"] - served["b"])
+    assert max(lead) - min(lead) <= bound
 
 
-@pytest.mark.parametrize("weights", [(1.0, 1.0), (3.0, 1.0), (1.0, 2.0)])
-def test_backlogged_tenants_stay_within_the_bound(weights: tuple[float, float]) -> None:
-    for seed in range(3):
-        gap, bound = widest_gap("fair", seed, weights)
-        assert gap <= bound
+fairness = given(
+    lengths=backlogs(),
+    weights=st.sampled_from([(1.0, 1.0), (1.0, 1.0), (3.0, 1.0), (1.0, 2.0)]),
+    skips=st.sampled_from([0, 1, 3]),
+    slots=st.sampled_from([1, 4, 8]),
+    admission=st.sampled_from(["expected", "guaranteed", "optimistic"]),
+    budget=st.sampled_from([8, 16]),
+)
 
 
-def test_first_come_first_served_breaks_the_same_bound() -> None:
-    assert any(gap > bound for gap, bound in (widest_gap("fcfs", s, (1.0, 1.0)) for s in range(3)))
+@settings(max_examples=20, deadline=None)
+@fairness
+def test_backlogged_tenants_stay_within_the_bound(
+    lengths: dict[str, list[tuple[int, int]]], weights: tuple[float, float],
+    skips: int, slots: int, admission: str, budget: int,
+) -> None:  # fmt: skip
+    check_bound("fair", lengths, weights, skips, slots, admission, budget)
+
+
+@pytest.mark.parametrize("queue", ["fcfs", "priority"])
+def test_other_queues_break_the_same_bound(queue: str) -> None:
+    @settings(
+        max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.generate]
+    )
+    @fairness
+    def check(
+        lengths: dict[str, list[tuple[int, int]]], weights: tuple[float, float],
+        skips: int, slots: int, admission: str, budget: int,
+    ) -> None:  # fmt: skip
+        check_bound(queue, lengths, weights, skips, slots, admission, budget)
+
+    with pytest.raises(AssertionError, match="max"):
+        check()
+
+
+def flood(
+    queue: QueuePolicy, priority: int, rates: list[int], pages: int
+) -> tuple[Driver, list[Request]]:
+    """One request of ``priority`` (the first returned) among more urgent ones, which come faster
+    than they can be served: ``rates`` is how many each second, over and over.
+    """
+    driver = Driver(make_scheduler(pages=pages, queue=queue, max_num_seqs=2,
+                                   admission="optimistic", max_skips=SKIPS))  # fmt: skip
+    driver.submit(Request(id="first", prompt=(1,) * 8, max_tokens=8, arrival=0.0))
+    driver.step()
+    requests = [Request(id="lowest", prompt=(2,) * 12, max_tokens=12, priority=priority,
+                        arrival=1.0)]  # fmt: skip
+    driver.submit(requests[0])
+    for second in range(1, 300):
+        for k in range(rates[second % len(rates)]):
+            request = Request(id=f"u{second}-{k}", prompt=(k,) * 6, max_tokens=4, priority=-k,
+                              arrival=float(second))  # fmt: skip
+            driver.submit(request)
+            requests.append(request)
+        driver.step()
+        if ("lowest", 0) in driver.finished:
+            break
+    return driver, requests
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    priority=st.integers(0, 4),
+    rates=st.lists(st.integers(1, 3), min_size=1, max_size=5),
+    pages=st.sampled_from([8, 12, 40]),
+)
+def test_no_priority_starves_however_many_urgent_requests_come(
+    priority: int, rates: list[int], pages: int
+) -> None:
+    """A level of priority is worth ``ageing`` seconds and no more: whoever comes later than that
+    does not start before it, but for those who may skip.
+    """
+    ageing = 5.0
+    driver, (lowest, *urgent) = flood(FairQueue(ageing), priority, rates, pages)
+    assert driver.finished["lowest", 0] is FinishReason.LENGTH
+    admitted = [event.request_id for event in driver.events if isinstance(event, Admitted)]
+    before = set(admitted[: admitted.index("lowest")])
+    skipped = [
+        request
+        for request in urgent
+        if request.id in before
+        and request.arrival > lowest.arrival + ageing * (priority - request.priority)
+    ]
+    assert len(skipped) <= SKIPS
+
+
+def test_strict_priority_starves_the_lowest() -> None:
+    driver, _ = flood(PriorityQueue(), 1, [2], 40)
+    assert ("lowest", 0) not in driver.finished
+    assert len(driver.finished) > 100, "others were served all the time"
 
 
 def sequence(name: str, tenant: str = "t", *, order: int = 0, **settings: object) -> Sequence:
@@ -114,7 +212,7 @@ def test_a_slot_is_kept_for_a_tenant_that_runs_nothing_even_behind_a_less_served
     assert len(driver.scheduler.running) == 7
     # b has been served more than a, and a's queue is longer than the number of skips.
     newcomer = driver.submit(Request(id="b", prompt=(9,), max_tokens=3, tenant="b"))
-    driver.scheduler.queue.charge(newcomer, 10_000.0)
+    driver.scheduler.queue.charge(seen, 10_000.0)
     driver.step()
     assert newcomer in driver.scheduler.running
     driver.run()
