@@ -101,6 +101,8 @@ def test_b91_tokens_count_once_though_they_are_computed_twice(crowded: ServerPro
     assert growth(before, after, "turnstile_request_preemptions_sum") == growth(
         before, after, "turnstile_preemptions_total"
     )
+    steps = growth(before, after, "turnstile_steps_total")
+    assert growth(before, after, "turnstile_step_tokens_count") == steps
     waited = growth(before, after, "turnstile_request_part_seconds_total", part="preempted")
     assert waited > 0
 

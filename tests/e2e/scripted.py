@@ -2,7 +2,7 @@
 
 For what concerns the process and not the model: signals, exit codes, sockets. The environment
 says how the engine behaves: TEST_START (seconds to load, or ``fail``), TEST_DELAY (seconds a
-step), TEST_DIE (seconds until it dies for good).
+step), TEST_DIE (seconds until it dies for good), TEST_STOP (seconds it takes to stop).
 """
 
 from __future__ import annotations
@@ -33,6 +33,10 @@ class ScriptedEngine(FakeEngine):
         if "TEST_DIE" in os.environ:
             asyncio.get_running_loop().call_later(float(os.environ["TEST_DIE"]), self.die)
         return await super().start()
+
+    async def stop(self, grace: float) -> None:
+        await asyncio.sleep(float(os.environ.get("TEST_STOP", "0")))
+        await super().stop(grace)
 
     def die(self) -> None:
         self.state = EngineState.DEAD

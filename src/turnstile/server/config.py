@@ -81,6 +81,8 @@ class ServerConfig:
     """Form of the log; `auto` is colour on a terminal and plain text elsewhere."""
     log_stats_interval: float = 10.0
     """Seconds between throughput lines; none is written while idle, 0 writes none at all."""
+    log_prompts: int = 0
+    """Characters of each prompt to write into the access log (JSON form). Default: never any."""
     disable_access_log: bool = False
     """Write no line per request."""
     disable_access_log_for_endpoints: str = "/health,/livez,/readyz,/ping,/metrics"

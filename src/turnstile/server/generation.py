@@ -176,6 +176,10 @@ class Answer:
             completion_tokens=record.num_output,
             finish_reason=self._outcome(),
         )
+        most = self._service.config.log_prompts
+        if most > 0:
+            prompts = [job.prompt.text or str(job.prompt.ids[:most]) for job in record.jobs]
+            self._exchange.notes["prompts"] = [text[:most] for text in prompts]
         if record.first_token is not None:
             self._exchange.notes["ttft_ms"] = round((record.first_token - record.arrived) * 1e3, 1)
 

@@ -119,8 +119,10 @@ class Metrics:
             self.engine_starts += 1
         if not self._busy or result.snapshot.time - self._busy[-1][0] >= _BUSY_SAMPLE:
             self._note_busy(result.snapshot.time)
+        # Not every message ends a step: some only tell who left, or that the engine is gone.
+        stepped = result.snapshot.step != self.snapshot.step
         self.snapshot = result.snapshot
-        if result.snapshot.step_tokens:
+        if stepped and result.snapshot.step_tokens:
             self.iteration_tokens.observe(result.snapshot.step_tokens)
 
     def engine_total(self, name: str) -> float:

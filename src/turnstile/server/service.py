@@ -153,6 +153,8 @@ class Service:
             if isinstance(event, Admitted):
                 self._on_admitted(event)
         self.requests.on_step(result, happened)
+        if not result.members and not self.engine.healthy:
+            self.requests.engine_lost()
         if self.trace is not None:
             self.trace.on_step(result, happened)
 
