@@ -108,6 +108,35 @@ def test_b91_tokens_count_once_though_they_are_computed_twice(crowded: ServerPro
 
 
 @pytest.mark.e2e
+def test_b91_who_waits_for_pages_says_so_and_who_is_behind_says_that(
+    crowded: ServerProcess,
+) -> None:
+    body = {"ignore_eos": True, "max_tokens": 120, "prompt": [5] * 60}
+    streams = [crowded.stream("/v1/completions", **body) for _ in range(12)]
+    calls = [lambda s=stream: len(list(s)) for stream in streams]
+    seen: dict[str, str] = {}
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            for told in crowded.http.get("/v1/requests?state=waiting").json()["data"]:
+                if told["waits"] is not None:
+                    seen[told["waits"]["reason"]] = told["waits"]["text"]
+            done.wait(0.005)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    crowded.gather(calls)
+    done.set()
+    watcher.join()
+    assert "does not fit beside those that run" in seen["pages"] or "preempted" in seen
+    assert seen.keys() <= {str(reason) for reason in WaitReason}
+    for told in crowded.http.get("/v1/requests?state=ended&limit=12").json()["data"]:
+        assert sum(told["time"].values()) == pytest.approx(told["age_seconds"], abs=1e-3)
+        assert told["output_tokens"] == 120
+
+
+@pytest.mark.e2e
 def test_b91_outcomes_add_up_to_what_was_sent(crowded: ServerProcess) -> None:
     before = scrape(crowded)
     crowded.complete([5] * 20, max_tokens=3)
@@ -250,6 +279,20 @@ def test_b91_what_waits_by_a_rule_is_deferred_in_the_words_of_others() -> None:
         }
     )  # fmt: skip
     assert counted.waiting_by_kind() == {"capacity": 5, "deferred": 5}
+
+
+def test_b91_who_was_not_looked_at_waits_for_what_stopped_the_look() -> None:
+    counted = metrics()
+    for told, expected in (
+        ({"queued": 4}, {"queued": 4}),
+        ({"queued": 4, "slots": 1}, {"slots": 5}),
+        ({"queued": 4, "pages": 2}, {"pages": 2, "behind_head": 4}),
+        ({"queued": 4, "prefix": 2}, {"queued": 4, "prefix": 2}),
+    ):
+        counted.snapshot = Snapshot(waiting_by_reason=told)
+        found = counted.waiting_by_reason()
+        assert {reason: count for reason, count in found.items() if count} == expected
+        assert set(found) == set(map(str, WaitReason))
 
 
 def test_b91_tenants_without_end_make_no_labels_without_end(serve: Serve) -> None:  # noqa: F811

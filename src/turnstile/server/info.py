@@ -39,7 +39,9 @@ async def health(service: Service, exchange: Exchange) -> None:
     elif service.phase is Phase.LOADING:
         await _status(exchange, 503, "loading")
     elif service.phase is Phase.FAILED or not service.engine.healthy:
-        await _status(exchange, 503, "unhealthy")
+        state = service.engine.state
+        stuck = service.phase is not Phase.FAILED and state is EngineState.READY
+        await _status(exchange, 503, "stuck" if stuck else str(state))
     else:
         await _status(exchange, 200, "ok")
 
@@ -56,8 +58,10 @@ async def readyz(service: Service, exchange: Exchange) -> None:
         await _status(exchange, 200, "ok")
         return
     engine = service.engine.state
-    busy = service.phase is Phase.READY
-    await _status(exchange, 503, str(engine) if busy else str(service.phase))
+    if service.phase is not Phase.READY:
+        await _status(exchange, 503, str(service.phase))
+    else:
+        await _status(exchange, 503, "stuck" if engine is EngineState.READY else str(engine))
 
 
 async def _status(exchange: Exchange, status: int, word: str) -> None:

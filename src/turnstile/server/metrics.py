@@ -160,6 +160,22 @@ class Metrics:
         room = (now.pages_free + now.pages_cached) * info.page_size + now.unused_tokens
         return room / max(1, now.running)
 
+    def waiting_by_reason(self) -> dict[str, int]:
+        """Sequences without a slot, by why. Those a step did not come to look at wait for what
+        stopped it: slots, or the first of the queue.
+        """
+        counts = dict.fromkeys(map(str, WaitReason), 0) | self.snapshot.waiting_by_reason
+        unseen = counts[WaitReason.QUEUED]
+        for blocked, behind in (
+            (WaitReason.SLOTS, WaitReason.SLOTS),
+            (WaitReason.PAGES, WaitReason.BEHIND_HEAD),
+        ):
+            if counts[blocked] and unseen:
+                counts[WaitReason.QUEUED] = 0
+                counts[behind] += unseen
+                break
+        return counts
+
     def waiting_by_kind(self) -> dict[str, float]:
         """In vLLM's two words: for room, or put off by a rule."""
         by_reason = self.snapshot.waiting_by_reason

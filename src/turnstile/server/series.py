@@ -85,10 +85,6 @@ def _kv_usage(metrics: Metrics) -> float:
     return now.pages_held / now.pages_total if now.pages_total else 0.0
 
 
-def _waiting_by_reason(metrics: Metrics) -> Labelled:
-    return {reason.value: 0 for reason in WaitReason} | dict(metrics.snapshot.waiting_by_reason)
-
-
 def _cost(field: str) -> Callable[[Metrics], Labelled]:
     def read(metrics: Metrics) -> Labelled:
         fit: CostModel = getattr(metrics.snapshot, field)
@@ -173,7 +169,7 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_now("waiting"), vllm="num_requests_waiting"),
         Series(kind="gauge", name="waiting_by_reason",
                help="Waiting sequences by what they wait for; `queued` was not looked at yet.",
-               read=_waiting_by_reason, label="reason", values=_REASONS),
+               read=lambda metrics: metrics.waiting_by_reason(), label="reason", values=_REASONS),
         Series(kind="gauge", name="waiting_by_kind",
                help="The same in vLLM's words: for room, or put off by a rule.",
                read=lambda metrics: metrics.waiting_by_kind(), label="reason",
