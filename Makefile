@@ -30,8 +30,8 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 serve: install  ## a running server on http://127.0.0.1:8000; flags in ARGS="..."
 	PYTHONPATH=src $(BIN)/python -m turnstile serve $(ARGS)
 
-bench: install  ## measure a server that runs on port 8000; flags in ARGS="..."
-	PYTHONPATH=src $(BIN)/python -m turnstile bench serve $(ARGS)
+bench: install  ## W1 to W5 against a server started for it, and the roofline; flags in ARGS="..."
+	PYTHONPATH=src $(BIN)/python -m turnstile bench suite $(ARGS)
 
 soak: install  ## ten minutes of everything at once, three kill -9 among it; more in ARGS="--minutes 60"
 	PYTHONPATH=src $(BIN)/python -m turnstile.bench.soak $(ARGS)

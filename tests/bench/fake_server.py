@@ -71,7 +71,16 @@ class FakeServer:
         finally:
             writer.close()
 
+    async def tell(self, path: str, writer: asyncio.StreamWriter) -> bool:
+        """Answer something else about the server; whether it did. Replaced by tests."""
+        if path not in ("/server_info", "/metrics"):
+            return False
+        respond(writer, 404, {})
+        return True
+
     async def _answer(self, path: str, body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+        if await self.tell(path, writer):
+            return
         if path == "/v1/models":
             respond(writer, 200, {"data": [{"id": "fake"}]})
         elif path == "/tokenize":
@@ -84,7 +93,7 @@ class FakeServer:
 
 
 def respond(writer: asyncio.StreamWriter, status: int, content: Any) -> None:
-    body = json.dumps(content).encode()
+    body = (content if isinstance(content, str) else json.dumps(content)).encode()
     writer.write(b"HTTP/1.1 %d X\r\nContent-Length: %d\r\n\r\n%b" % (status, len(body), body))
 
 

@@ -107,15 +107,27 @@ async def first_model(server: Server) -> str:
 
 async def ask(pool: Pool, method: str, path: str, body: bytes = b"") -> dict[str, Any]:
     """Send a request and return the JSON object of its answer. Raises :class:`ServerError`."""
+    try:
+        answer = msgspec.json.decode(await _send(pool, method, path, body))
+    except msgspec.DecodeError as error:
+        raise ServerError(f"{method} {path}: {error}") from None
+    return answer if isinstance(answer, dict) else {}
+
+
+async def ask_text(pool: Pool, path: str) -> str:
+    """Get a page of text. Raises :class:`ServerError`."""
+    return (await _send(pool, "GET", path)).decode("utf-8", "replace")
+
+
+async def _send(pool: Pool, method: str, path: str, body: bytes = b"") -> bytes:
     response = Response()
     try:
         await pool.send(pool.server.request(method, path, body), response)
-        if response.status != 200:
-            raise ServerError(f"{method} {path} answers HTTP {response.status}: {response.body!r}")
-        answer = msgspec.json.decode(response.body)
     except OSError as error:
         where = f"{pool.server.host}:{pool.server.port}"
         raise ServerError(f"Nobody answers at {where} ({error.strerror or error}).") from None
-    except (BrokenResponseError, msgspec.DecodeError) as error:
+    except BrokenResponseError as error:
         raise ServerError(f"{method} {path}: {error}") from None
-    return answer if isinstance(answer, dict) else {}
+    if response.status != 200:
+        raise ServerError(f"{method} {path} answers HTTP {response.status}: {response.body!r}")
+    return response.body

@@ -124,7 +124,7 @@ def from_workload(workload: Workload, seed: int) -> Load:
     load = Load(workload.name, prompts + workload.prefix, outputs, users=1, shared=shared)
     arrivals = workload.arrivals(seed)
     if isinstance(arrivals, ClosedLoop):
-        return replace(load, users=arrivals.users, ramp=arrivals.ramp_s)
+        return replace(load, users=arrivals.users)
     return replace(load, users=0, due=np.asarray(arrivals.times, dtype=np.float64))
 
 

@@ -16,6 +16,7 @@ app = App(
 VERBS = {
     "serve": "Send a workload to a server and print what came of it.",
     "sweep": "Send the same work at one load after another and print a line for each.",
+    "suite": "Measure W1 to W5, and how far each is from what the machine does at best.",
     "throughput": "Compute a workload as fast as it goes, in this process, without a server.",
     "latency": "Time one batch after another, in this process, without a server.",
     "compare": "Show two results side by side, with the ratio of the second to the first.",

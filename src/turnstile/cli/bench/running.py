@@ -37,16 +37,18 @@ def write(path: Path, result: Result) -> None:
 def publish(result: Result, saving: Reporting, what: str, picture: Draw) -> None:
     """Write the file, and draw the picture where one is wanted."""
     detailed = saving.save_detailed
-    write(saving.path(what), result if detailed else _without_details(result))
+    write(saving.path(what), result if detailed else without_details(result))
     if saving.plot is not None:
         picture(result, saving.plot)
         tell(f"drawn: {saving.plot}")
 
 
-def _without_details(result: Result) -> Result:
+def without_details(result: Result) -> Result:
+    """The result without its single requests."""
     kept = {name: value for name, value in result.items() if name != "details"}
-    if "points" in kept:
-        kept["points"] = [_without_details(point) for point in kept["points"]]
+    for several in ("points", "workloads"):
+        if several in kept:
+            kept[several] = [without_details(one) for one in kept[several]]
     return kept
 
 
