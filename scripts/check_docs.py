@@ -93,8 +93,9 @@ def unknown_commands(text: str, targets: set[str], flags: set[str]) -> Iterator[
 
 
 def module_of(verb: str) -> Path:
-    """Where the command line looks for a verb."""
-    return ROOT / "src/turnstile/cli" / f"{verb.replace('-', '_')}.py"
+    """Where the command line looks for a verb: a module, or a package of them."""
+    place = ROOT / "src/turnstile/cli" / verb.replace("-", "_")
+    return place if place.is_dir() else place.with_suffix(".py")
 
 
 def serve_flags() -> set[str]:
