@@ -12,7 +12,7 @@ import pytest
 DIRECTORY = next(Path(__file__).parents[2].glob("projects/17_*"))
 
 
-@pytest.mark.parametrize("script", ["build.py"])
+@pytest.mark.parametrize("script", ["build.py", "break_it.py"])
 def test_the_tiny_story_is_told_and_every_claim_holds(script: str, tmp_path: Path) -> None:
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(

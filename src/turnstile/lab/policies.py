@@ -63,27 +63,44 @@ def choose_newest(running: Seq[Sequence], queue: QueuePolicy, pin_after: int) ->
 
 
 class UncountedPool(PagePool):
-    """A pool without reference counts: a page is free as soon as one of its holders leaves.
+    """A pool that does not count holders: a page is given back when the first of them leaves.
 
-    What is left out is exactly the count. ``stolen`` counts pages that were taken away from a
-    table that still reads them.
+    What is left out is the count alone. A table still gives back only pages that nobody else has
+    been given meanwhile, so that the damage is the one that matters: somebody reads a page that
+    belongs to another. ``stolen`` counts pages given to a new owner while others read them.
     """
 
     def __init__(self, num_pages: int, page_size: int) -> None:
         super().__init__(num_pages, page_size)
         self.stolen = 0
+        self._owners = [0] * num_pages
+        self._seen: dict[PageTable, dict[int, int]] = {}
 
-    def publish(self, page: int) -> None:
-        if self.refcount(page):
-            super().publish(page)
+    def append(self, table: PageTable) -> int:
+        page = super().append(table)
+        self._owners[page] += 1
+        self.stolen += any(
+            page in pages and pages[page] != self._owners[page]
+            for reader, pages in self._seen.items()
+            if reader is not table
+        )
+        self._seen.setdefault(table, {})[page] = self._owners[page]
+        return page
+
+    def hold(self, table: PageTable, pages: Iterable[int]) -> None:
+        listed = list(pages)
+        super().hold(table, listed)
+        for page in listed:
+            self._seen.setdefault(table, {})[page] = self._owners[page]
+
+    def clear(self, table: PageTable) -> None:
+        super().clear(table)
+        self._seen.pop(table, None)
 
     def _release(self, page: int, table: PageTable) -> None:
-        count = self.refcount(page)
-        if count == 0:
-            return  # another holder has given it back already, and nobody has taken it since
-        self.stolen += count - 1
-        self._refcount[page] = 1
-        super()._release(page, table)
+        if self._seen[table][page] == self._owners[page] and self.refcount(page):
+            self._refcount[page] = 1
+            super()._release(page, table)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,16 +11,18 @@ from turnstile.lab.story import Part
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A part that can be run: ``turnstile.lab.parts.MODULE.run``."""
+    """A part that can be run: ``FUNCTION`` of ``turnstile.lab.parts.MODULE``."""
 
     name: str
     title: str
     module: str
+    function: str = "run"
 
     def run(self, model: LabModel) -> Part:
         """Compute the part. What it claims is checked by the caller."""
         part = Part(self.name, self.title)
-        importlib.import_module(f"turnstile.lab.parts.{self.module}").run(model, part)
+        module = importlib.import_module(f"turnstile.lab.parts.{self.module}")
+        getattr(module, self.function)(model, part)
         return part
 
 
@@ -29,6 +31,12 @@ ENTRIES = (
     Entry("memory", "A contiguous cache against pages", "memory"),
     Entry("attention", "Attention over pages, in three forms", "attention"),
     Entry("prefix", "A prefix that everybody shares", "prefix"),
+    Entry("admission", "Break it: no admission control", "admission"),
+    Entry("preemption", "Break it: no preemption", "admission", "run_preemption"),
+    Entry("counts", "Break it: no reference counts", "counts"),
+    Entry("flood", "Break it: no fairness under a flood", "flood"),
+    Entry("long-prompt", "Break it: no chunks under a long prompt", "long_prompt"),
+    Entry("policies", "Orca, vLLM and ours, in the same bytes", "policies"),
 )
 """Every part."""
 
