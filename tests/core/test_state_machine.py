@@ -27,21 +27,21 @@ from hypothesis.stateful import (
 
 from core.driver import Driver, make_scheduler, solo, tenants_of
 from core.test_random_load import draft_some
-from turnstile.core.admission import NeverFitsError
+from turnstile.core.admission import AdmissionPolicy, ExpectedAdmission, NeverFitsError
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence
 from turnstile.core.scheduler import Scheduler
 
-STEMS = ([], [1] * 4, [1] * 9, [2, 3] * 5, [1] * 4 + [5] * 8)
+STEMS = ([], [1] * 4, [1] * 9, [2, 3] * 5, [1] * 4 + [5] * 8, [4] * 24)
 
 machines = st.fixed_dictionaries(
     {
-        "pages": st.integers(3, 16),
+        "pages": st.integers(4, 20),
         "page_size": st.sampled_from([1, 2, 4]),
         "queue": st.sampled_from(["fair", "fair", "fcfs", "priority"]),
         "prefix_caching": st.sampled_from([True, True, False]),
         "max_num_seqs": st.sampled_from([1, 2, 4, 8, 9]),
-        "max_num_batched_tokens": st.sampled_from([9, 10, 16, 40]),
-        "max_model_len": st.sampled_from([12, 200]),
+        "max_num_batched_tokens": st.sampled_from([2, 4, 9, 10, 16, 40]),
+        "max_model_len": st.sampled_from([16, 200, 200]),
         "chunked_prefill": st.booleans(),
         "target_itl": st.sampled_from([None, 0.001]),
         "min_chunk": st.sampled_from([1, 4]),
@@ -75,6 +75,30 @@ wishes = st.fixed_dictionaries(
 patience = st.none() | st.integers(0, 12)
 
 
+def random_wish(rng: random.Random) -> dict[str, object]:
+    """The same, by the handful: what fills a machine quickly."""
+    return {
+        "prompt": (*rng.choice(STEMS), *rng.choices(range(3), k=rng.randint(1, 12))),
+        "max_tokens": rng.randint(1, rng.choice([4, 16, 50])),
+        "n": rng.choice([1, 1, 1, 2, 3]),
+        "tenant": rng.choice("abc"),
+        "weight": rng.choice([1.0, 2.5]),
+        "priority": rng.randint(-1, 1),
+        "stop_ids": frozenset(rng.sample(range(50), rng.choice([0, 1, 8]))),
+        "min_tokens": rng.choice([0, 0, 3]),
+        "salt": rng.choice([b"", b"", b"x"]),
+        "read_cache": rng.random() < 0.9,
+    }
+
+
+def expect_short_answers(admission: AdmissionPolicy) -> None:
+    """Let it believe that outputs have one token: it will be wrong, and somebody must go."""
+    for tenant in "abc":
+        past = Request(id="past", prompt=(1,), max_tokens=1, tenant=tenant)
+        for _ in range(60):
+            admission.finished(Sequence(past, outputs=[1]))
+
+
 class Core(RuleBasedStateMachine):
     """A scheduler, what was asked of it, and what was done to it."""
 
@@ -83,7 +107,8 @@ class Core(RuleBasedStateMachine):
 
     @initialize(machine=machines, seed=st.integers(0, 2**16))
     def build(self, machine: dict[str, object], seed: int) -> None:
-        self.machine = machine
+        budget, slots = machine["max_num_batched_tokens"], machine["max_num_seqs"]
+        self.machine = machine | {"max_num_batched_tokens": max(budget, slots)}  # type: ignore[type-var]
         self.rng = random.Random(seed)
         self.requests: dict[str, Request] = {}
         self.cancelled: set[tuple[str, int]] = set()
@@ -94,8 +119,13 @@ class Core(RuleBasedStateMachine):
             self.driver.before_plan = lambda driver: draft_some(driver, self.rng)
 
     def fresh_scheduler(self) -> Scheduler:
+        admission: str | AdmissionPolicy = self.admission
+        if admission == "expected":
+            admission = ExpectedAdmission()
+            if self.rng.random() < 0.7:
+                expect_short_answers(admission)
         return make_scheduler(
-            admission=self.admission, speculation=self.speculation,
+            admission=admission, speculation=self.speculation,
             **self.machine,  # type: ignore[arg-type]
         )  # fmt: skip
 
@@ -106,16 +136,28 @@ class Core(RuleBasedStateMachine):
         deadline = None if patience is None else self.driver.now + patience
         self.ask(wish, deadline=deadline)
 
-    @rule(wish=wishes, copies=st.integers(2, 5))
-    def submit_many_with_one_prefix(self, wish: dict[str, object], copies: int) -> None:
+    @rule(wish=wishes, copies=st.integers(2, 5), start=st.booleans())
+    def submit_many_with_one_prefix(
+        self, wish: dict[str, object], copies: int, start: bool
+    ) -> None:
         for k in range(copies):
             self.ask(wish | {"prompt": (*wish["prompt"], k)})  # type: ignore[misc]
+        if start:
+            self.driver.step()
+
+    @rule(count=st.integers(2, 8))
+    def submit_a_crowd(self, count: int) -> None:
+        for _ in range(count):
+            self.ask(random_wish(self.rng))
+            self.driver.step()
 
     @rule(wish=wishes, outputs=st.booleans())
     def score(self, wish: dict[str, object], outputs: bool) -> None:
         self.ask(wish | {"score_prompt": True} | ({} if outputs else {"max_tokens": 0}))
 
     def ask(self, wish: dict[str, object], deadline: float | None = None) -> None:
+        if self.rng.random() < 0.9:
+            wish = self.cut_to_fit(wish)
         request = Request(
             id=f"r{len(self.requests)}", arrival=self.driver.now, deadline=deadline,
             **wish,  # type: ignore[arg-type]
@@ -126,6 +168,17 @@ class Core(RuleBasedStateMachine):
             assert not self.driver.scheduler.sequences(request.id)
         else:
             self.requests[request.id] = request
+
+    def cut_to_fit(self, wish: dict[str, object]) -> dict[str, object]:
+        """What fits the pool and the context, alone."""
+        config, pool = self.driver.scheduler.config, self.driver.scheduler.pool
+        room = min(config.max_model_len, pool.num_pages * pool.page_size)
+        prompt: tuple[int, ...] = wish["prompt"]  # type: ignore[assignment]
+        prompt = prompt[: max(1, room // 2)]
+        most = (room - len(prompt)) // (wish["n"] + 1)  # type: ignore[operator]
+        tokens = max(1, min(wish["max_tokens"], most)) if wish["max_tokens"] else 0  # type: ignore[call-overload]
+        n = min(wish["n"], config.max_num_seqs)  # type: ignore[call-overload]
+        return wish | {"prompt": prompt, "max_tokens": tokens, "n": n}
 
     @rule(count=st.integers(1, 6), seconds=st.sampled_from([0.0, 0.5, 1.0]))
     def steps(self, count: int, seconds: float) -> None:
@@ -269,8 +322,8 @@ def test_whatever_happens_the_promises_hold(admission: str, speculation: bool) -
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
-            stateful_step_count=40,
+            max_examples=25,
+            stateful_step_count=30,
             deadline=None,
             suppress_health_check=list(HealthCheck),
         ),

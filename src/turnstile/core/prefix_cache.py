@@ -12,6 +12,7 @@ the writer leaves, the next one to wait takes its place.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
 from hashlib import blake2b
 
 from turnstile.core.pages import AuditError, PagePool
@@ -153,8 +154,8 @@ class PrefixCache:
         """Forget all pages that nobody holds; returns how many."""
         return self.pool.drop_cached()
 
-    def audit(self) -> None:
-        """Check that what can be found is there, and that whoever waits for a page will be woken.
+    def audit(self, parked: Iterable[Sequence]) -> None:
+        """Check that what can be found is there, and that all who are parked will be woken.
 
         Raises
         ------
@@ -173,6 +174,10 @@ class PrefixCache:
         for key, waiters in self._waiters.items():
             if key not in self._writer_of:
                 raise AuditError(f"{waiters} wait for a page that nobody computes.")
+        known = {sequence for waiters in self._waiters.values() for sequence in waiters}
+        for sequence in parked:
+            if sequence not in known:
+                raise AuditError(f"{sequence} is parked and nobody will wake it.")
 
     # -- inside -----------------------------------------------------------------------------------
 

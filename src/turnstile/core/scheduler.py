@@ -116,8 +116,8 @@ class Scheduler:
         """Check all books against every live sequence; raises :class:`AuditError`. O(pages)."""
         alive = [s for group in self._alive.values() for s in group]
         self.pool.audit(s.table for s in alive)
-        self.cache.audit()
         self._waiting.audit(alive)
+        self.cache.audit(self._waiting.parked)
         self.slots.audit()
 
     # -- commands: arrivals and departures --------------------------------------------------------

@@ -29,16 +29,17 @@ class Waiting:
         self.tokens = 0
         """Tokens they have still to compute before their next output."""
         self._log = log
-        self._parked: set[Sequence] = set()
+        self.parked: set[Sequence] = set()
+        """Those for whom somebody is computing a prefix."""
         self._reasons: Counter[WaitReason] = Counter()
 
     def __len__(self) -> int:
-        return len(self.queue) + len(self._parked)
+        return len(self.queue) + len(self.parked)
 
     def __iter__(self) -> Iterator[Sequence]:
         """In the order they would start, the parked last. For people: O(n log n)."""
         yield from self.queue
-        yield from sorted(self._parked, key=lambda s: s.place)
+        yield from sorted(self.parked, key=lambda s: s.place)
 
     def by_reason(self) -> dict[str, int]:
         """How many wait, by why."""
@@ -58,8 +59,8 @@ class Waiting:
         """Somebody gets a slot, or ends without one."""
         self._reasons[sequence.wait_reason] -= 1
         self.tokens -= sequence.total
-        if sequence in self._parked:
-            self._parked.discard(sequence)
+        if sequence in self.parked:
+            self.parked.discard(sequence)
         else:
             self.queue.remove(sequence)
 
@@ -76,14 +77,14 @@ class Waiting:
     def park(self, sequence: Sequence, now: float) -> None:
         """Take somebody out of the queue until :meth:`wake`."""
         self.queue.remove(sequence)
-        self._parked.add(sequence)
+        self.parked.add(sequence)
         self.explain(sequence, WaitReason.PREFIX, now)
 
     def wake(self, sequences: Iterable[Sequence], now: float) -> None:
         """Those who are parked go back to their places in the queue; others are left alone."""
         for sequence in sequences:
-            if sequence in self._parked:
-                self._parked.discard(sequence)
+            if sequence in self.parked:
+                self.parked.discard(sequence)
                 self.explain(sequence, WaitReason.QUEUED, now)
                 self.queue.push(sequence)
 
@@ -100,6 +101,6 @@ class Waiting:
         reasons = Counter(str(s.wait_reason) for s in waiting)
         if reasons != self.by_reason():
             raise AuditError(f"They wait for {dict(reasons)}, counted {self.by_reason()}.")
-        for sequence in self._parked:
+        for sequence in self.parked:
             if sequence.wait_reason is not WaitReason.PREFIX:
                 raise AuditError(f"{sequence} is parked for {sequence.wait_reason}.")
