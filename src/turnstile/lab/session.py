@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from turnstile.lab.model import open_model
+from turnstile.lab.page import render
 from turnstile.lab.parts import ENTRIES, PARTS
 from turnstile.lab.story import Part
 from turnstile.lab.terminal import tell
@@ -57,6 +58,8 @@ def run_parts(
     for name in wanted:
         if name not in PARTS:
             raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
+    if html is not None and not html.parent.is_dir():
+        raise FileNotFoundError(2, "No such directory for the page", str(html.parent))
     console = make_console()
     began = time.perf_counter()
     lab_model = open_model(model, threads=threads)
@@ -66,6 +69,9 @@ def run_parts(
         part = PARTS[name].run(lab_model)
         tell(part, console)
         told.append(part)
+    if html is not None:
+        html.write_text(render(told, lab_model.describe()), encoding="utf-8")
+        console.print(f"\nThe page is in {escape(str(html))}.")
     failed = [claim for part in told for claim in part.failed]
     claims = sum(len(part.claims) for part in told)
     console.print()
