@@ -14,21 +14,50 @@ from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.request import Sequence
 from turnstile.core.settings import SchedulerConfig
 
+TYPICAL_CONTEXT = 256
 OLDEST_SHARE = 4
 """One part in this many of a tenant's share belongs to its oldest prompt."""
 
 
-def prompt_budget(config: SchedulerConfig, cost: CostModel, decodes: StepCost) -> int:
+def prompt_budget(
+    config: SchedulerConfig,
+    cost: CostModel,
+    decodes: StepCost,
+    behind: Seq[Sequence],
+    *,
+    strangers: bool = False,
+) -> int:
     """Prompt tokens that a step may compute beside ``decodes``; 0 or less where there is no room.
 
     Where somebody streams, the target inter-token latency bounds it, but never below
-    ``min_chunk``.
+    ``min_chunk``; where it is ``strangers`` who stream (other tenants than those of the prompts),
+    so does ``neighbour_steps``.
     """
     largest = config.max_num_batched_tokens
     budget = largest
-    if config.target_itl is not None and decodes.tokens:
-        budget = cost.budget(config.target_itl, decodes, largest)
+    seconds = config.target_itl
+    if strangers and config.neighbour_steps is not None and cost.warm:
+        bound = config.neighbour_steps * _full_house(config, cost, decodes.batch)
+        seconds = bound if seconds is None else min(seconds, bound)
+    if seconds is not None and decodes.tokens:
+        budget = cost.budget(seconds, decodes, largest, _context(behind))
     return min(max(budget - decodes.tokens, config.min_chunk), largest - decodes.tokens)
+
+
+def _full_house(config: SchedulerConfig, cost: CostModel, batch: int) -> float:
+    """Seconds of a step with a token in every slot, at contexts such as chats have.
+
+    ``batch`` is what the batch is now: the cost of a sequence, fitted to small batches, is not to
+    be trusted at a hundred, that of a token is.
+    """
+    slots = config.max_num_seqs
+    return cost.predict(StepCost(slots, slots * TYPICAL_CONTEXT, batch))
+
+
+def _context(behind: Seq[Sequence]) -> float:
+    """How many tokens those to be computed next attend to, in the mean."""
+    weighted = sum((s.computed + s.total) / 2 * need(s) for s in behind)
+    return weighted / max(1, sum(need(s) for s in behind))
 
 
 def share_budget(

@@ -105,17 +105,19 @@ class CostModel:
         """Seconds a step of this cost takes, by the current fit."""
         return self.coefficients.predict(cost)
 
-    def budget(self, seconds: float, decodes: StepCost, largest: int) -> int:
+    def budget(
+        self, seconds: float, decodes: StepCost, largest: int, context: float = 256.0
+    ) -> int:
         """Tokens a step may compute within ``seconds``, of which ``decodes`` are given.
 
-        At least the decodes themselves, at most ``largest``; ``largest`` while the model is cold.
+        ``context`` is how many tokens a prompt token attends to, in the mean. At least the decodes
+        themselves, at most ``largest``; ``largest`` while the model is cold.
         """
         if not self.warm:
             return largest
         fit = self.coefficients
         left = seconds - fit.predict(decodes)
-        # A prompt token attends to some hundreds of others; their share is small but not nothing.
-        per_token = fit.beta + fit.gamma * 256
+        per_token = fit.beta + fit.gamma * context
         if per_token <= 0:
             return largest
         return min(largest, decodes.tokens + max(0, int(left / per_token)))

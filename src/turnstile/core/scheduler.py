@@ -277,7 +277,9 @@ class Scheduler:
         if not behind:
             return []
         whole = not self.config.chunked_prefill
-        budget = prompt_budget(self.config, self.cost, StepCost.of(Plan(0, tuple(decodes))))
+        spent = StepCost.of(Plan(0, tuple(decodes)))
+        strangers = self.queue.num_tenants > 1 and self._strangers(decodes, behind)
+        budget = prompt_budget(self.config, self.cost, spent, behind, strangers=strangers)
         if budget <= 0:
             return []
         if whole:
@@ -293,6 +295,11 @@ class Scheduler:
                 score = sequence.request.score_prompt and not sequence.num_outputs
                 chunks.append(Chunk(sequence, sequence.computed, tokens, samples, (), score))
         return chunks
+
+    def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
+        """Whether somebody decodes beside the prompts of another tenant."""
+        tenants = {s.request.tenant for s in behind}
+        return any({c.sequence.request.tenant} != tenants for c in decodes)
 
     # -- the step: pages --------------------------------------------------------------------------
 

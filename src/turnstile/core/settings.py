@@ -20,6 +20,10 @@ class SchedulerConfig:
     target_itl
         Seconds a step should take while others stream: the budget for prompt chunks shrinks to
         keep it, by the measured cost of steps. None: always the whole budget.
+    neighbour_steps
+        While one tenant streams and another's prompts are computed, a step should last at most as
+        long as this many steps in which every slot decodes: a neighbour with long prompts is then
+        no worse than a full house. None: no such bound.
     min_chunk
         Prompt tokens a step computes whatever the target says, so that newcomers progress.
     chunked_prefill
@@ -42,6 +46,7 @@ class SchedulerConfig:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     target_itl: float | None = None
+    neighbour_steps: float | None = 2.0
     min_chunk: int = 64
     chunked_prefill: bool = True
     separate_prefill: bool = False

@@ -190,6 +190,7 @@ def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> 
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=max_model_len,
             target_itl=config.target_itl,
+            neighbour_steps=config.neighbour_steps or None,
         ),
         PagePool(num_pages, config.page_size),
         ADMISSION_POLICIES[config.admission](),

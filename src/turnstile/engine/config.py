@@ -41,6 +41,9 @@ class EngineConfig:
     """Tokens of a step, prompts and outputs together."""
     target_itl: float | None = None
     """Seconds a step should take while others stream; long prompts then get smaller chunks."""
+    neighbour_steps: float = 2.0
+    """Bound on steps in which one tenant streams and another's prompts are computed, in steps with
+    a token in every slot. 0: none."""
     page_size: int = 16
     """Tokens of a KV page (alias --block-size)."""
     num_pages: int | None = None
@@ -67,6 +70,8 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             if getattr(self, name) < 1:
                 raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        if not self.neighbour_steps >= 0:
+            raise EngineConfigError("--neighbour-steps must not be negative.")
         for name in ("threads", "max_model_len", "num_pages", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:
