@@ -153,14 +153,14 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
     fake: Any = importlib.import_module("turnstile.engine.fake")
     num_pages = config.num_pages or 4096
     max_model_len = _max_model_len(config, 8192, num_pages)
-    executor = faults.with_faults(fake.make_fake(config.model))
+    executor = fake.make_fake(config.model)
     scheduler = make_scheduler(config, num_pages, max_model_len)
     info = EngineInfo(
         epoch=epoch,
         pid=os.getpid(),
         model=config.model,
         architecture="fake",
-        vocab_size=1000,
+        vocab_size=executor.vocab_size,
         max_model_len=max_model_len,
         page_size=config.page_size,
         num_pages=num_pages,
@@ -179,7 +179,7 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
         load_seconds=0.0,
         scheduling_policy=config.scheduling_policy,
     )
-    return lambda emit: StepLoop(scheduler, executor, epoch, emit), info
+    return lambda emit: StepLoop(scheduler, faults.with_faults(executor), epoch, emit), info
 
 
 def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> Scheduler:

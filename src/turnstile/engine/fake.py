@@ -92,6 +92,8 @@ class FakeExecutor:
 
 
 def make_fake(model: str) -> FakeExecutor:
-    """The executor of a model named ``fake:SECONDS_PER_STEP`` (``fake:`` takes no time)."""
-    seconds = model.partition(":")[2]
-    return FakeExecutor(vocab_size=1000, seconds_per_step=float(seconds or 0))
+    """The executor of a model named ``fake:SECONDS_PER_STEP:VOCABULARY``; both may be left out
+    (no time, 1,000 tokens).
+    """
+    seconds, _, vocabulary = model.partition(":")[2].partition(":")
+    return FakeExecutor(int(vocabulary or 1000), seconds_per_step=float(seconds or 0))

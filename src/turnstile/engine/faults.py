@@ -24,6 +24,7 @@ FAULT = (7, 7, 7)
 """How a prompt that asks for a fault begins: the kind comes next, then when it strikes."""
 
 _HANG = 3600.0
+_SLOW = 0.05
 
 
 class Fault(IntEnum):
@@ -39,6 +40,8 @@ class Fault(IntEnum):
     """The step raises."""
     CORRUPT = 5
     """The step raises and leaves the page tables wrong."""
+    SLOW = 6
+    """Every step it is in takes a twentieth of a second."""
 
 
 def fault_prompt(fault: Fault, at: int = 0, *rest: int) -> list[int]:
@@ -80,6 +83,8 @@ class FaultyExecutor:
             os._exit(17)
         if Fault.HANG in faults:
             time.sleep(_HANG)
+        if Fault.SLOW in faults:
+            time.sleep(_SLOW)
         for chunk, fault in zip(plan.chunks, faults, strict=True):
             if fault is Fault.CORRUPT:
                 chunk.sequence.table.pages.pop()
@@ -100,6 +105,7 @@ def _fault(chunk: Chunk) -> Fault | None:
     if tuple(sequence.tokens[:named]) != FAULT or sequence.num_prompt < named + 2:
         return None
     kind, at = sequence.tokens[named : named + 2]
-    if chunk.samples and sequence.num_outputs == at and kind in list(Fault):
-        return Fault(kind)
-    return None
+    if kind not in list(Fault):
+        return None
+    strikes = chunk.samples and sequence.num_outputs == at
+    return Fault(kind) if strikes or kind == Fault.SLOW else None

@@ -21,14 +21,16 @@ from turnstile.bench.soak.asking import ask
 
 START_SECONDS = 180.0
 FLAGS = {
-    "num-pages": 80,
+    "num-pages": 64,
     "max-num-seqs": 16,
     "max-num-batched-tokens": 128,
     "max-model-len": 1024,
     "max-num-queued-reqs": 24,
     "stalled-reader-timeout": 10,
+    "admission": "unchecked",
 }
-"""A pool for little more than one of the longest requests: there is always somebody to preempt."""
+"""A pool for little more than one of the largest requests, and nobody who asks whether there is
+room: somebody is preempted all the time."""
 
 
 @dataclass(frozen=True, slots=True)
