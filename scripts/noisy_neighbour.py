@@ -40,7 +40,7 @@ from turnstile.bench.drive import Driver, Run
 from turnstile.bench.http import Server
 from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.bench.metrics import records_of
-from turnstile.bench.plan import plan
+from turnstile.bench.plan import Planned, plan
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
 
 TENANTS = '[tenants.a]\nkeys = ["key-a"]\n[tenants.b]\nkeys = ["key-b"]\n'
@@ -131,17 +131,26 @@ async def ready(server: Server, log: Path) -> str:
     raise SystemExit(f"The server was not ready within {START_S:.0f} s; see {log}")
 
 
+_CUT: dict[tuple[str, int], list[Planned]] = {}
+
+
+async def cut(workload: Workload, server: Server, model: str, text_seed: int) -> list[Planned]:
+    """The requests of a workload: cut once a round, the same for every scenario."""
+    key = (workload.name, text_seed)
+    if key not in _CUT:
+        tokenizer = RemoteTokenizer(server, model)
+        _CUT[key] = await plan(workload, tokenizer, Prose(text_seed), seed=len(workload.name))
+        tokenizer.close()
+    return _CUT[key]
+
+
 async def measure(
     url: str, scenario: Scenario, options: argparse.Namespace, text_seed: int, log: Path
 ) -> tuple[Run, Run]:
     """The runs of A's user and of B's; B begins `--warmup` seconds earlier."""
     user, neighbours = Server.parse(url, "key-a"), Server.parse(url, "key-b")
     model = await ready(user, log)
-    tokenizer = RemoteTokenizer(user, model)
-    prose = Prose(text_seed)
-    asks = await plan(USER, tokenizer, prose, seed=1)
-    floods = await plan(scenario.neighbours, tokenizer, prose, seed=2)
-    tokenizer.close()
+    asks, floods = [await cut(w, user, model, text_seed) for w in (USER, scenario.neighbours)]
     seconds, warmup = options.seconds, options.warmup
     others = Driver(
         neighbours, model, floods, ClosedLoop(scenario.neighbours.users or 1), warmup + seconds
