@@ -343,8 +343,45 @@ def test_a_deadline_that_passes_in_the_queue_is_a_504(serve: Serve) -> None:
             assert answer.json()["error"]["code"] == "deadline_exceeded"
             assert answer.headers["x-should-retry"] == "false"
             assert (await long).status_code == 200
-            running = await served.complete(max_tokens=200, timeout=1.0)
-            assert running.json()["choices"][0]["finish_reason"] in ("timeout", "length")
+            running = await served.complete(max_tokens=240, timeout=0.1, ignore_eos=True)
+            assert running.json()["choices"][0]["finish_reason"] == "timeout"
+            assert 0 < running.json()["usage"]["completion_tokens"] < 240
+
+    asyncio.run(test())
+
+
+def test_a_deadline_is_kept_while_the_engine_is_silent(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnstile.server.generation.DEADLINE_GRACE", 0.05)
+
+    async def test() -> None:
+        async with serve("hello", delay=0.001) as served:
+            served.engine.held = True
+            answer = await served.complete(timeout=0.05)
+            assert answer.status_code == 504
+            assert served.engine.streams[0].cancelled
+            served.engine.held = False
+
+            def hold(result: Any) -> None:
+                served.engine.held = result.snapshot.generated_tokens >= 3
+
+            served.engine.subscribe(hold)
+            for stream in (False, True):
+                served.engine.held = False
+                served.engine._generated = 0
+                answer = await served.complete(
+                    max_tokens=50, timeout=0.3, n=2, stream=stream, ignore_eos=True
+                )
+                if stream:
+                    ends = [c["finish_reason"] for e in events(answer) for c in e["choices"]]
+                    assert [end for end in ends if end is not None] == ["timeout", "timeout"]
+                else:
+                    ends = [c["finish_reason"] for c in answer.json()["choices"]]
+                    assert ends == ["timeout", "timeout"]
+                    assert answer.json()["usage"]["completion_tokens"] >= 3
+            gate: Any = served.service.gate
+            assert gate.load == 0
 
     asyncio.run(test())
 

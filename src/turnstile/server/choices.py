@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from turnstile.engine.client import Generation, Stream
@@ -111,6 +112,8 @@ class Job:
         The engine's answer and the place at the gate, once accepted.
     cached_tokens
         Prompt tokens that came from the prefix cache.
+    expired
+        Its deadline passed while the engine was silent.
     computed
         Its prompt went through the model.
     prompt_logprobs
@@ -139,6 +142,17 @@ class Job:
             for k in range(generation.n)
         ]
         self.unfinished = generation.n
+        self.expired = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def expire_in(self, seconds: float) -> None:
+        """End it then, with what there is by that time, unless the engine has ended it before."""
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.expired = True
+        if self.stream is not None and self.unfinished:
+            self.stream.cancel()
 
     @property
     def num_prompt(self) -> int:
@@ -152,6 +166,8 @@ class Job:
 
     def release(self, now: float) -> None:
         """Let go of the engine and the gate, whatever state this is in."""
+        if self._timer is not None:
+            self._timer.cancel()
         if self.stream is not None and self.unfinished:
             self.stream.cancel()
         if self.place is not None:

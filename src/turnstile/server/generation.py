@@ -34,6 +34,9 @@ from turnstile.text.stop import StopAutomaton
 
 logger = logging.getLogger("turnstile.server")
 
+DEADLINE_GRACE = 1.0
+"""Seconds after a deadline before the API process enforces it itself: the engine does at a step."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Order:
@@ -208,6 +211,8 @@ class Answer:
         for job in jobs:
             service.jobs[job.generation.request_id] = (job, self._record)
             job.stream = service.engine.submit(job.generation)
+            if job.generation.deadline is not None:
+                job.expire_in(max(0.0, job.generation.deadline - now) + DEADLINE_GRACE)
 
     # -- two ways to answer -------------------------------------------------------------------
 
@@ -284,8 +289,24 @@ class Answer:
                     await exchange.write(data, now)
             if not job.unfinished:
                 return
-        if job.unfinished:
+        if job.unfinished and not job.expired:
             raise internal_error("The engine ended this request without an answer.")
+        if job.unfinished:
+            await self._expire(job)
+
+    async def _expire(self, job: Job) -> None:
+        """End what the engine has not: it is being restarted, or hangs in a step."""
+        now = self._service.clock()
+        pieces: list[bytes] = []
+        for sample, choice in enumerate(job.choices):
+            if choice.finish is None:
+                row = Row(job.generation.request_id, sample, choice.text.num_tokens, [])
+                row.finish = "timeout"
+                self._take(job, choice, row, now)
+                if self._stream:
+                    pieces.append(self._frames.step(choice))
+        if data := b"".join(pieces):
+            await self._exchange.write(data, now)
 
     def _take(self, job: Job, choice: Choice, row: Row, now: float) -> None:
         record = self._record
