@@ -44,14 +44,21 @@ class Engine:
         return self.loop._snapshot()
 
     def submit(
-        self, name: str, prompt: list[int], *, max_tokens: int = 12, seed: int = 0, **params: object
+        self,
+        name: str,
+        prompt: list[int],
+        *,
+        max_tokens: int = 12,
+        seed: int = 0,
+        priority: int = 0,
+        **params: object,
     ) -> None:
         n = int(params.pop("n", 1))  # type: ignore[call-overload]
         given = {"temperature": 0.0, "logprobs": 2, **params}
         self.loop.apply(
             Submit(
                 name, prompt, SamplingParams(**given), max_tokens, seed, n=n,  # type: ignore[arg-type]
-                arrival=time.monotonic(),
+                priority=priority, arrival=time.monotonic(),
             )
         )  # fmt: skip
 
