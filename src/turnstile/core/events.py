@@ -117,16 +117,20 @@ _KINDS: dict[str, type[AnyEvent]] = {
     for kind in (Queued, Waiting, Admitted, Forked, Decoding, Preempted, Finished, Stepped)
 }
 
+_FIELDS = {name: tuple(field.name for field in fields(kind)) for name, kind in _KINDS.items()}
+"""Looked up once: there are several events a step."""
+
 
 def encode(event: AnyEvent) -> Encoded:
     """Turn an event into plain values."""
-    return type(event).__name__, [getattr(event, field.name) for field in fields(event)]
+    kind = type(event).__name__
+    return kind, [getattr(event, name) for name in _FIELDS[kind]]
 
 
 def decode(kind: str, values: Sequence[object]) -> AnyEvent | None:
     """Undo :func:`encode`; None for a kind or a shape that is not known here."""
     known = _KINDS.get(kind)
-    if known is None or len(values) != len(fields(known)):
+    if known is None or len(values) != len(_FIELDS[kind]):
         return None
     event: AnyEvent = known(*values)  # type: ignore[arg-type]
     return event

@@ -148,7 +148,13 @@ class Service:
         if self.gate is not None and self.engine.info is not None:
             steps = int(self.metrics.engine_total("step"))
             self.gate.learn(view_of(result.snapshot, steps, self.engine.info.page_size))
-        happened = [e for kind, fields in result.events if (e := decode(kind, fields)) is not None]
+        happened = []
+        for kind, fields in result.events:
+            if kind == "Stepped" and self.trace is None:
+                continue  # one a step, and only a trace wants it
+            event = decode(kind, fields)
+            if event is not None:
+                happened.append(event)
         for event in happened:
             if isinstance(event, Admitted):
                 self._on_admitted(event)
