@@ -240,6 +240,15 @@ async def _use_everything(served: Any) -> None:
     await served.complete(f"{SECRET} four", max_tokens=3)
 
 
+@pytest.mark.e2e
+def test_the_engine_process_logs_in_the_form_that_was_asked_for(model: Path) -> None:
+    with ServerProcess(model, num_pages=64, log_format="json", log_level="debug") as running:
+        running.complete([5] * 20, max_tokens=3)
+        lines = [json.loads(line) for line in running.log.splitlines()]
+    assert {line.get("process") for line in lines} == {None, "engine"}
+    assert all(line["time"] and line["level"] and line["message"] for line in lines)
+
+
 def test_prompts_are_in_no_log_line_whatever_happens(
     serve: Serve,  # noqa: F811
     caplog: pytest.LogCaptureFixture,

@@ -64,8 +64,8 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     began = time.monotonic()
     config.check()
     engine_config.check()
+    from turnstile.engine.logs import configure
     from turnstile.server.binding import bind, url_of
-    from turnstile.server.logs import configure
 
     configure(config.log_level, config.log_format)
     listener = bind(config)

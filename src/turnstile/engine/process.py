@@ -19,6 +19,7 @@ import msgspec
 
 import turnstile
 from turnstile.engine.config import EngineConfig
+from turnstile.engine.logs import current_format
 from turnstile.engine.protocol import Command, Commands, Control, encode_commands
 from turnstile.engine.wire import Unframer, frame
 
@@ -146,6 +147,7 @@ def _start(config: EngineConfig, epoch: int, end: socket.socket) -> subprocess.P
         "epoch": epoch,
         "parent": os.getpid(),
         "socket": end.fileno(),
+        "log_format": current_format(),
         "log_level": logging.getLogger("turnstile").getEffectiveLevel(),
     }
     process = subprocess.Popen(

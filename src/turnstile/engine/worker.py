@@ -20,6 +20,7 @@ import msgspec
 
 from turnstile.engine.build import build_engine
 from turnstile.engine.config import EngineConfig
+from turnstile.engine.logs import ENGINE, Format, configure
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.protocol import (
     Control,
@@ -49,6 +50,7 @@ class Setup(msgspec.Struct, kw_only=True):
     socket: int
     """The inherited end of the socket pair, as a file descriptor."""
     log_level: int = logging.INFO
+    log_format: Format = "auto"
 
 
 def main() -> int:
@@ -60,9 +62,7 @@ def main() -> int:
     # group, reaches this process too, and streams must be able to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(
-        level=setup.log_level, format="%(asctime)s %(levelname)s engine: %(message)s"
-    )
+    configure(logging.getLevelName(setup.log_level), setup.log_format, process=ENGINE)
     end = socket.socket(fileno=setup.socket)
     end.set_inheritable(False)
     channel = Channel(end)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from turnstile.server.logs import configure, wants_color
+from turnstile.engine.logs import configure, wants_color
 
 
 @pytest.fixture(autouse=True)
