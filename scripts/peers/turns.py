@@ -19,7 +19,7 @@ import uvloop
 from peers.catalog import Peer
 
 from turnstile.bench.arrivals import ClosedLoop
-from turnstile.bench.client import LocalTokenizer, first_model
+from turnstile.bench.client import LocalTokenizer, wait_until_ready
 from turnstile.bench.corpus import Prose
 from turnstile.bench.http import Server
 from turnstile.bench.metrics import Figures, summarize
@@ -127,12 +127,11 @@ def _over_http(
 
 def _wait_until_ready(peer: Peer, process: subprocess.Popen[str], server: Server, log: Path) -> str:
     deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline:
-        if process.poll() is not None:
-            raise PeerError(f"{peer.name} ended with {process.returncode}; see {log}")
-        with contextlib.suppress(ServerError, asyncio.TimeoutError):
-            return asyncio.run(asyncio.wait_for(first_model(server), 10.0))
-        time.sleep(0.1)
+    while process.poll() is None and time.monotonic() < deadline:
+        with contextlib.suppress(ServerError):
+            return asyncio.run(wait_until_ready(server, 1.0))
+    if process.poll() is not None:
+        raise PeerError(f"{peer.name} ended with {process.returncode}; see {log}")
     raise PeerError(f"{peer.name} was not ready within {START_S:.0f} s; see {log}")
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Protocol
 
 import msgspec
 
 from turnstile.bench.http import BrokenResponseError, Pool, Response, Server
+
+LOOK_S = 10.0  # a server that is alive lists its models within these
 
 
 class ServerError(Exception):
@@ -103,6 +106,27 @@ async def first_model(server: Server) -> str:
     if not models:
         raise ServerError("the server lists no model in /v1/models: name one with --model")
     return str(models[0]["id"])
+
+
+async def wait_until_ready(server: Server, seconds: float) -> str:
+    """Wait for the server to list a model, and return its name.
+
+    Raises
+    ------
+    ServerError
+        The last reason, if it does not within so many seconds.
+    """
+    deadline = asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            return await asyncio.wait_for(first_model(server), LOOK_S)
+        except TimeoutError:
+            why = ServerError(f"the server does not answer within {LOOK_S:.0f} s")
+        except ServerError as error:
+            why = error
+        if asyncio.get_running_loop().time() >= deadline:
+            raise why
+        await asyncio.sleep(0.1)
 
 
 async def ask(pool: Pool, method: str, path: str, body: bytes = b"") -> dict[str, Any]:

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from turnstile.bench.metrics import METRICS, PERCENTS
+from turnstile.bench.metrics import METRICS, PERCENTS, Figures
 from turnstile.bench.records import Record
 from turnstile.bench.workloads import Workload
-
-Figures = dict[str, Any]
 
 NAMES = {
     "duration": "duration_s",
@@ -24,6 +22,7 @@ NAMES = {
     "output_throughput": "output_throughput",
     "total_token_throughput": "total_token_throughput",
     "max_concurrent_requests": "peak_concurrency",
+    "max_output_tokens_per_s": "peak_output_throughput",
 }
 
 
@@ -36,7 +35,7 @@ def flat(workload: Workload, model: str, endpoint: str, figures: Figures) -> dic
         "num_prompts": workload.requests,
         "request_rate": "inf" if workload.rate is None else workload.rate,
         "burstiness": workload.burstiness,
-        "max_concurrency": workload.users,
+        "max_concurrency": workload.users or workload.max_concurrency,
         **{name: figures[ours] for name, ours in NAMES.items()},
         "request_goodput": goodput["requests_per_s"] if goodput else None,
         **{

@@ -158,6 +158,7 @@ def summarize(records: Sequence[Record], window: float, limits: Limits | None = 
         "output_throughput": _over(output, window),
         "total_token_throughput": _over(output + prompt, window),
         "peak_concurrency": peak_concurrency(records),
+        "peak_output_throughput": peak_throughput(records),
         **{f"{name}_ms": distribution(values) for name, values in samples.items()},
         "lag_ms": distribution(r.sent - r.due for r in records),
         "warnings": warnings_of(records),
@@ -169,6 +170,16 @@ def peak_concurrency(records: Sequence[Record]) -> int:
     """The most requests that were open at a time."""
     steps = sorted([(r.sent, 1) for r in records] + [(r.ended, -1) for r in records])
     return int(max(np.cumsum([change for _, change in steps]), default=0))
+
+
+def peak_throughput(records: Sequence[Record]) -> float:
+    """Tokens of the best second, counted from the start; events share their answer's tokens."""
+    seconds: dict[int, float] = {}
+    for record in records:
+        share = record.output_tokens / len(record.times) if record.times else 0.0
+        for moment in record.times:
+            seconds[int(moment)] = seconds.get(int(moment), 0.0) + share
+    return max(seconds.values(), default=0.0)
 
 
 def warnings_of(records: Sequence[Record]) -> list[str]:

@@ -30,7 +30,12 @@ ROWS = (
     ("Request throughput (req/s):", "request_throughput", "{:.2f}"),
     ("Output token throughput (tok/s):", "output_throughput", "{:.2f}"),
     ("Total token throughput (tok/s):", "total_token_throughput", "{:.2f}"),
+    ("Peak output token throughput (tok/s):", "peak_output_throughput", "{:.0f}"),
     ("Peak concurrent requests:", "peak_concurrency", "{:.0f}"),
+)
+LOADS = (
+    ("Maximum request concurrency:", ("users", "max_concurrency"), "{:.0f}"),
+    ("Request rate configured (RPS):", ("rate",), "{:.2f}"),
 )
 SERVER_ROWS = (
     ("CPU time, all processes (s):", "cpu_s"),
@@ -49,12 +54,16 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
     figures = result["median"]
     count = len(result["repetitions"])
     workload = result["workload"]
-    title = f" {workload['name']}: {workload['summary']} "
-    yield title.center(WIDTH, "=")
+    yield " Serving Benchmark Result ".center(WIDTH, "=")
+    yield f"{workload['name']}: {workload['summary']}".center(WIDTH)
     if count > 1:
         yield f"medians of {count} repetitions, same lengths, fresh text".center(WIDTH)
+    for label, names, form in LOADS:
+        value = next((workload[n] for n in names if workload.get(n) is not None), None)
+        if value is not None:
+            yield _row(label, value, form)
     for label, name, form in ROWS:
-        yield _row(label, figures[name], form)
+        yield _row(label, figures.get(name), form)
     for name in METRICS:
         if name != "queue" or figures[f"{name}_ms"]["count"]:
             yield from _metric(name, figures[f"{name}_ms"])

@@ -10,10 +10,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 
-from turnstile.bench.client import ServerError, first_model
+from turnstile.bench.client import ServerError, wait_until_ready
 from turnstile.bench.http import Server
 
 START_S = 300.0
@@ -35,23 +34,26 @@ def started(arguments: Sequence[str]) -> Iterator[tuple[Server, int]]:
         process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             server = Server("127.0.0.1", port)
-            if not _comes_up(process, server):
+            try:
+                asyncio.run(_ready(process, server))
+            except ServerError:
                 log.seek(0)
                 said = log.read().decode("utf-8", "replace").strip().splitlines()[-3:]
-                raise ServerError("the server does not come up: " + " / ".join(said))
+                raise ServerError("the server does not come up: " + " / ".join(said)) from None
             yield server, process.pid
         finally:
             _stop(process)
 
 
-def _comes_up(process: subprocess.Popen[bytes], server: Server) -> bool:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(ServerError, TimeoutError):
-            asyncio.run(asyncio.wait_for(first_model(server), 10.0))
-            return True
-        time.sleep(0.1)
-    return False
+async def _ready(process: subprocess.Popen[bytes], server: Server) -> None:
+    """Wait for it. Raises ServerError if it does not come up in time, or ends."""
+    coming = asyncio.create_task(wait_until_ready(server, START_S))
+    while process.poll() is None and not coming.done():
+        await asyncio.sleep(0.1)
+    if not coming.done():
+        coming.cancel()
+        raise ServerError(f"the server ended with {process.returncode}")
+    await coming
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -17,7 +17,7 @@ from turnstile.bench.client import (
     RemoteTokenizer,
     ServerError,
     Tokenizer,
-    first_model,
+    wait_until_ready,
 )
 from turnstile.bench.corpus import Prose
 from turnstile.bench.drive import Driver, Run
@@ -56,6 +56,8 @@ class Settings:
         One of :data:`ENDPOINTS`.
     tokenizer
         Path of the model whose tokenizer cuts the prompts; None asks the server's.
+    ready_s
+        Seconds to wait for a server that is not there yet, or still loads.
     ignore_eos
         Ask for answers of exactly their length, and count others as failed.
     """
@@ -70,6 +72,7 @@ class Settings:
     endpoint: str = Completions.path
     tokenizer: str | None = None
     ignore_eos: bool = True
+    ready_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.warmup < 0:
@@ -98,7 +101,10 @@ async def bench(
         If the server cannot even name its model or tokenize a prompt.
     """
     started = time.time()
-    session = _Session(server, model or await first_model(server), workload, settings)
+    if model is None or settings.ready_s:
+        found = await wait_until_ready(server, settings.ready_s)
+        model = model or found
+    session = _Session(server, model, workload, settings)
     try:
         await session.warm_up()
         repetitions = []

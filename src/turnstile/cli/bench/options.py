@@ -28,6 +28,8 @@ class Target:
     """Where the server listens, with or without /v1."""
     model: str | None = None
     """The model's name; the first one the server lists otherwise."""
+    ready_check_timeout_sec: float = 0.0
+    """Seconds to wait for a server that is not there yet, or still loads its model."""
     endpoint: str = "/v1/completions"
     """/v1/completions with token ids, or /v1/chat/completions with text."""
     tokenizer: str | None = None
@@ -80,6 +82,7 @@ class Measuring:
             limits=self.limits(),
             endpoint=target.endpoint,
             tokenizer=target.tokenizer,
+            ready_s=target.ready_check_timeout_sec,
             ignore_eos=self.ignore_eos,
         )
 
@@ -137,12 +140,20 @@ class Load:
 class Saving:
     """Where the result goes."""
 
-    output: Annotated[Path | None, Parameter(name=["--output", "--output-json"])] = None
+    output: Annotated[
+        Path | None, Parameter(name=["--output", "--output-json", "--result-filename"])
+    ] = None
     """JSON file to write; bench-WHAT-TIME.json otherwise."""
+    result_dir: Path | None = None
+    """Directory for the file; made if it is not there."""
 
     def path(self, what: str) -> Path:
         """The file for a result of this kind."""
-        return self.output or Path(time.strftime(f"bench-{what}-%Y%m%d-%H%M%S.json"))
+        file = self.output or Path(time.strftime(f"bench-{what}-%Y%m%d-%H%M%S.json"))
+        if self.result_dir is None:
+            return file
+        self.result_dir.mkdir(parents=True, exist_ok=True)
+        return self.result_dir / file
 
 
 @dataclass(kw_only=True)

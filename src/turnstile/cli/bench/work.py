@@ -80,6 +80,8 @@ class Work:
         changes = {k: v for k, v in self._changes().items() if v is not None}
         if base.dataset is not None and changes:
             raise WorkloadError(f"{base.dataset.path} names its requests: give no lengths or turns")
+        if "turns" in changes:
+            changes["summary"] = f"{base.summary}, conversations of {self.multi_turn} turns"
         return replace(base, requests=self.num_prompts or base.requests, **changes)
 
     def _changes(self) -> dict[str, Any]:
