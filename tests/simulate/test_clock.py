@@ -54,11 +54,6 @@ def test_a_closed_loop_asks_again_when_it_is_answered() -> None:
         assert journal.due[user_after] == journal.ended[user_before] + 1.0
 
 
-def test_a_ramp_spreads_the_first_arrivals() -> None:
-    load = replace(arrivals(*[(0.0, 10, 2)] * 4), due=None, users=4, ramp=2.0)
-    assert list(play(Plant(setup()), load).due) == [0.0, 0.5, 1.0, 1.5]
-
-
 def test_what_can_never_run_is_refused_and_the_rest_goes_on() -> None:
     load = arrivals((0.0, 5000, 1), (0.0, 10, 1), (0.0, 300, 1))
     journal = play(Plant(setup(pages=10)), load)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from turnstile.bench.datasets import DatasetError
 from turnstile.cli.main import main
 from turnstile.core.cost import Coefficients
 from turnstile.simulate.calibrate import (
@@ -102,9 +103,13 @@ def test_recorded_loads_are_read_in_order_of_arrival(tmp_path: Path) -> None:
     assert (len(first), len(second)) == (600, 700)
     assert first[:512] == second[:512]
     assert first[512] != second[512]
-    mooncake.write_text('{"timestamp": 0}\n')
-    with pytest.raises(LoadError, match="line 1"):
-        read_trace(mooncake)
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"timestamp": 0}\n')
+    with pytest.raises(DatasetError, match="line 1"):
+        read_trace(broken)
+    azure.write_text("TIMESTAMP,ContextTokens\nnever,3\n")
+    with pytest.raises(LoadError, match="line 2"):
+        read_trace(azure)
 
 
 def test_ranges_of_users_rise_evenly_by_ratio() -> None:

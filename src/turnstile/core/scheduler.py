@@ -271,13 +271,17 @@ class Scheduler:
                 chunks.append(Chunk(sequence, sequence.computed, count, samples, drafts, score))
         return chunks
 
+    def _spent(self, decodes: list[Chunk]) -> StepCost:
+        """What of the step is given before prompts get their share."""
+        return StepCost.of(Plan(0, tuple(decodes)))
+
     def _prompt_chunks(self, decodes: list[Chunk], now: float) -> list[Chunk]:
         """Share what is left of the budget among those with more to compute."""
         behind = [s for s in self.running if not s.decoding]
         if not behind:
             return []
         whole = not self.config.chunked_prefill
-        spent = StepCost.of(Plan(0, tuple(decodes)))
+        spent = self._spent(decodes)
         strangers = self.queue.num_tenants > 1 and self._strangers(decodes, behind)
         budget = prompt_budget(self.config, self.cost, spent, behind, strangers=strangers)
         if budget <= 0:

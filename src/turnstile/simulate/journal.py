@@ -42,7 +42,6 @@ class Journal:
         """The request got a token. Returns 1 if it also got one in the step before: the caller
         counts those, as they all have the same gap.
         """
-        self.tokens[index] += 1
         last = self.last[index]
         self.last[index] = now
         if last != last:
@@ -62,6 +61,7 @@ class Journal:
         """The request is over."""
         self.status[index] = FAILED if failed else COMPLETED
         self.ended[index] = now
+        self.tokens[index] = sequence.num_outputs
         self.cached[index] = sequence.num_cached
         self.preemptions += sequence.preemptions
         self.end = max(self.end, now)

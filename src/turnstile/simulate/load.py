@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,11 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstile.bench.arrivals import ClosedLoop
+from turnstile.bench.datasets import FileDataset
 from turnstile.bench.lengths import LengthDistribution
 from turnstile.bench.workloads import Workload
-
-_BLOCK = 512
-"""Tokens a hash of the Mooncake traces stands for."""
 
 Segments = tuple[tuple[int, int], ...]
 
@@ -44,9 +41,8 @@ class Load:
         Tokens of each prompt and of each answer.
     due
         Seconds after the start at which each request arrives; None for a closed loop.
-    users, ramp
-        Of a closed loop: how many ask again as soon as they are answered, and the seconds over
-        which they come one after another.
+    users
+        Of a closed loop: how many ask again as soon as they are answered.
     think
         Seconds a user of a closed loop waits before asking again.
     max_tokens
@@ -64,7 +60,6 @@ class Load:
     outputs: NDArray[np.int64]
     due: NDArray[np.float64] | None = None
     users: int = 0
-    ramp: float = 0.0
     think: float = 0.0
     max_tokens: int | None = None
     tenants: tuple[Tenant, ...] = (Tenant(),)
@@ -120,7 +115,10 @@ def from_workload(workload: Workload, seed: int) -> Load:
     rng = np.random.default_rng(seed)
     prompts = workload.prompt.draw(workload.requests, rng)
     outputs = workload.output.draw(workload.requests, rng)
-    shared = (((0, workload.prefix),),) * workload.requests if workload.prefix else None
+    shared = None
+    if workload.prefix:
+        groups = workload.prefix_groups
+        shared = tuple(((i % groups, workload.prefix),) for i in range(workload.requests))
     load = Load(workload.name, prompts + workload.prefix, outputs, users=1, shared=shared)
     arrivals = workload.arrivals(seed)
     if isinstance(arrivals, ClosedLoop):
@@ -163,12 +161,11 @@ def draw(
 
 def read_trace(path: Path, limit: int | None = None) -> Load:
     """A recorded load: CSV as the Azure traces (``TIMESTAMP, ContextTokens, GeneratedTokens``) or
-    JSON lines as the Mooncake traces (``timestamp`` in milliseconds, ``input_length``,
-    ``output_length`` and, where prefixes are known, ``hash_ids`` of blocks of 512 tokens).
+    JSON lines as the Mooncake traces (:class:`turnstile.bench.datasets.FileDataset`).
 
     Raises
     ------
-    LoadError
+    LoadError, DatasetError
         A line is neither; it is named.
     """
     rows = _csv_rows(path) if path.suffix == ".csv" else _json_rows(path)
@@ -210,12 +207,7 @@ def _csv_rows(path: Path) -> Iterator[Row]:
 
 
 def _json_rows(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, start=1):
-            try:
-                row = json.loads(line)
-                runs = tuple((int(key), _BLOCK) for key in row.get("hash_ids", ()))
-                prompt = int(row["input_length"])
-                yield float(row["timestamp"]) / 1000.0, prompt, int(row["output_length"]), runs
-            except (KeyError, TypeError, ValueError) as error:
-                raise LoadError(f"{path}, line {number}: {error}") from None
+    dataset = FileDataset("trace", str(path))
+    for item in dataset.items(0, len(dataset)):
+        runs = tuple((block, dataset.block_tokens) for block in item.blocks)
+        yield item.at, item.prompt_tokens or 1, item.output_tokens or 1, runs

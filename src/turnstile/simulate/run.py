@@ -30,10 +30,14 @@ class Plant:
             raise ValueError(f"There is no router {self.router!r}; known are {', '.join(ROUTERS)}.")
 
 
-def play(plant: Plant, load: Load, tell: Callable[[int], None] | None = None) -> Journal:
-    """Run the load to its end; returns what happened."""
+def play(
+    plant: Plant, load: Load, tell: Callable[[int], None] | None = None, *, fast: bool = True
+) -> Journal:
+    """Run the load to its end; returns what happened. ``fast`` changes nothing but the time."""
     journal = Journal(len(load))
-    machines = [TurnstileMachine(plant.setup, load, journal) for _ in range(plant.replicas)]
+    machines = [
+        TurnstileMachine(plant.setup, load, journal, fast=fast) for _ in range(plant.replicas)
+    ]
     clock = Clock(load, machines, ROUTERS[plant.router](load), journal)
     # Nothing here makes cycles, and the collector would look at every waiting request again.
     enabled = gc.isenabled()

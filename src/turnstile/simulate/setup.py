@@ -9,6 +9,7 @@ from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
 from turnstile.core.pages import PagePool
 from turnstile.core.scheduler import Scheduler
 from turnstile.core.settings import SchedulerConfig
+from turnstile.simulate.fast_forward import FastForward
 from turnstile.simulate.timing import KnownCost, StepTiming
 
 
@@ -58,8 +59,12 @@ class Setup:
             QUEUE_POLICIES[self.policy](),
         )
 
-    def make_scheduler(self, kind: type[Scheduler] = Scheduler) -> Scheduler:
-        """The scheduler of these settings; nothing but its clock is simulated."""
+    def make_scheduler(self, *, fast: bool = False) -> Scheduler:
+        """The scheduler of these settings; nothing but its clock is simulated.
+
+        ``fast`` leaves out what changes nothing (:mod:`turnstile.simulate.fast_forward`).
+        """
+        kind = FastForward if fast else Scheduler
         return kind(
             self.scheduler,
             *self.parts(),

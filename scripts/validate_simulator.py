@@ -1,0 +1,394 @@
+"""Is the simulator right? Real runs against simulated ones, calibrated on the first run only.
+
+Starts real servers, sends six loads of at least 500 requests each, every one of them twice (the
+difference is the run-to-run spread), simulates the same loads with what the first run has taught,
+and writes a table. One command, about a quarter of an hour on two cores:
+
+    PYTHONPATH=src python scripts/validate_simulator.py --output docs/simulator-check.md
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import uvloop
+
+from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, gamma
+from turnstile.bench.client import RemoteTokenizer, first_model
+from turnstile.bench.corpus import Prose
+from turnstile.bench.drive import Driver
+from turnstile.bench.http import Server
+from turnstile.bench.lengths import Fixed, LengthDistribution, Uniform
+from turnstile.bench.metrics import summarize
+from turnstile.bench.plan import Planned, plan
+from turnstile.bench.records import Record, read
+from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
+from turnstile.simulate.calibrate import Calibration, ask_server
+from turnstile.simulate.figures import measure
+from turnstile.simulate.fit import fit_front
+from turnstile.simulate.load import Load, Tenant
+from turnstile.simulate.options import calibrated
+from turnstile.simulate.run import Plant, play
+
+SEED = 101
+KEYS = ("flooding-tenant", "quiet-tenant")
+START_S = 120.0
+# what is compared: label, where it is, how far off it may be
+ROWS = (
+    ("output tok/s", ("output_throughput",), 0.05),
+    ("TTFT p50 ms", ("ttft_ms", "p50"), 0.10),
+    ("TTFT p99 ms", ("ttft_ms", "p99"), 0.20),
+    ("TPOT p50 ms", ("tpot_ms", "p50"), 0.10),
+    ("TPOT p99 ms", ("tpot_ms", "p99"), 0.20),
+    ("ITL p50 ms", ("itl_ms", "p50"), 0.10),
+    ("ITL p99 ms", ("itl_ms", "p99"), 0.20),
+    ("E2E p50 ms", ("e2el_ms", "p50"), 0.10),
+    ("E2E p99 ms", ("e2el_ms", "p99"), 0.20),
+)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Requests of one tenant."""
+
+    prompt: LengthDistribution
+    output: LengthDistribution
+    requests: int
+    users: int | None = None
+    rate: float | None = None
+    prefix: int = 0
+    key: str | None = None
+
+    def arrivals(self) -> Arrivals:
+        if self.users is not None:
+            return ClosedLoop(self.users)
+        if self.rate is None:
+            return OpenLoop((0.0,) * self.requests)
+        times = gamma(self.rate, self.requests, 1.0, np.random.default_rng([SEED, 2]))
+        return OpenLoop(tuple(times.tolist()))
+
+    def workload(self) -> Workload:
+        return Workload("check", "", self.requests, self.prompt, self.output, prefix=self.prefix)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run: who asks what, and of which server."""
+
+    name: str
+    about: str
+    streams: tuple[Stream, ...]
+    flags: tuple[str, ...] = ()
+
+
+def cases(size: int, rate: float) -> list[Case]:
+    """The six, with so many requests each; ``rate`` is 80 % of what the first run got through."""
+    chat = (USERS_PROMPT, USERS_OUTPUT)
+    share = size // 5
+    return [
+        Case("W1", "100 users, chat lengths", (Stream(*chat, size, users=100),)),
+        Case(
+            "long prompts",
+            "32 users, prompts of 256 to 768",
+            (Stream(Uniform(256, 768), Uniform(16, 64), size, users=32),),
+        ),
+        Case(
+            "shared prefix",
+            "100 users behind 512 common tokens",
+            (Stream(Uniform(16, 64), Fixed(32), size, users=100, prefix=512),),
+        ),
+        Case("Poisson", f"chat lengths, {rate:.2f}/s", (Stream(*chat, size, rate=rate),)),
+        Case(
+            "tiny pool",
+            "60 users, 256 pages: preemption",
+            (Stream(*chat, size, users=60),),
+            ("--num-pages", "256"),
+        ),
+        Case(
+            "flood",
+            f"{size - share} at once from one tenant, {share} Poisson from another",
+            (
+                Stream(*chat, size - share, key=KEYS[0]),
+                Stream(*chat, share, rate=rate / 2, key=KEYS[1]),
+            ),
+            ("--api-key", KEYS[0], "--api-key", KEYS[1]),
+        ),
+    ]
+
+
+# -- the real runs --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(model: str | None, port: int, flags: tuple[str, ...], log: Path) -> Iterator[str]:
+    command = [sys.executable, "-m", "turnstile", "serve", *([model] if model else [])]
+    command += ["--port", str(port), "--disable-access-log", "--max-num-queued-reqs", "100000"]
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [*command, *flags], stdout=output, stderr=output, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + START_S
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if httpx.get(f"{url}/readyz", timeout=2.0).status_code == 200:
+                    break
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise SystemExit(f"The server did not start; see {log}.")
+            time.sleep(0.2)
+        yield url
+    finally:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(15.0)
+
+
+async def send(case: Case, url: str, text_seed: int, limit: float) -> list[Record]:
+    """All streams of a case at the same time; warmed up, with fresh text."""
+    prose = Prose(text_seed)
+    server = Server.parse(url, case.streams[0].key)
+    model = await first_model(server)
+    tokenizer = RemoteTokenizer(server, model)
+    warm = [Planned(p.prompt, 16) for p in await plan(_WARM, tokenizer, prose, 1)]
+    await Driver(server, model, warm, ClosedLoop(1), 60.0).run()
+    drivers = []
+    for stream in case.streams:
+        planned = await plan(stream.workload(), tokenizer, prose, SEED)
+        at = Server.parse(url, stream.key)
+        drivers.append(Driver(at, model, planned, stream.arrivals(), limit))
+    tokenizer.close()
+    runs = await asyncio.gather(*(driver.run() for driver in drivers))
+    start = min(run.start for run in runs)
+    return [read(attempt, start) for run in runs for attempt in run.attempts]
+
+
+_WARM = Workload("warm", "", 3, Fixed(64), Fixed(16))
+
+
+def real_run(case: Case, url: str, text_seed: int, limit: float) -> dict[str, Any]:
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        records = runner.run(send(case, url, text_seed, limit))
+    window = max(r.ended for r in records) - min(r.due for r in records)
+    figures = summarize(records, window)
+    metrics = httpx.get(f"{url}/metrics", headers=_headers(case), timeout=10.0).text
+    figures["preemptions"] = _counter(metrics, "turnstile_preemptions_total")
+    return figures
+
+
+def _headers(case: Case) -> dict[str, str]:
+    key = case.streams[0].key
+    return {"authorization": f"Bearer {key}"} if key else {}
+
+
+def _counter(metrics: str, name: str) -> float:
+    return next(
+        float(line.split()[1]) for line in metrics.splitlines() if line.startswith(name + " ")
+    )
+
+
+# -- the simulated ones ---------------------------------------------------------------------------
+
+
+def load_of(case: Case) -> Load:
+    """The same requests, length by length and arrival by arrival."""
+    parts = []
+    for number, stream in enumerate(case.streams):
+        workload = stream.workload()
+        rng = np.random.default_rng(SEED)
+        prompts = workload.prompt.draw(stream.requests, rng) + stream.prefix
+        outputs = workload.output.draw(stream.requests, rng)
+        arrivals = stream.arrivals()
+        due = arrivals.times if isinstance(arrivals, OpenLoop) else [0.0] * stream.requests
+        parts.append((np.asarray(due), prompts, outputs, np.full(stream.requests, number)))
+    due, prompts, outputs, owner = (np.concatenate(p) for p in zip(*parts, strict=True))
+    order = np.argsort(due, kind="stable")
+    first = case.streams[0]
+    return Load(
+        case.name,
+        prompts[order],
+        outputs[order],
+        due=None if first.users else due[order],
+        users=first.users or 0,
+        tenants=tuple(Tenant(s.key or "default") for s in case.streams),
+        tenant_of=owner[order],
+        shared=(((0, first.prefix),),) * len(due) if first.prefix else None,
+    )
+
+
+def simulated_run(case: Case, known: Calibration) -> dict[str, Any]:
+    pages = int(case.flags[1]) if "--num-pages" in case.flags else known.engine["num_pages"]
+    setup = calibrated(replace(known, engine=known.engine | {"num_pages": pages}))
+    load = load_of(case)
+    journal = play(Plant(setup), load)
+    figures = measure(journal, load, setup.num_pages, None)
+    figures["preemptions"] = figures["machine"]["preemptions"]
+    return figures
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Verdict:
+    label: str
+    real: list[float]
+    simulated: float
+    tolerance: float
+
+    @property
+    def mean(self) -> float:
+        return sum(self.real) / len(self.real)
+
+    @property
+    def error(self) -> float:
+        return self.simulated / self.mean - 1.0
+
+    @property
+    def spread(self) -> float:
+        return (max(self.real) - min(self.real)) / self.mean
+
+    @property
+    def right(self) -> bool:
+        return abs(self.error) <= max(self.tolerance, self.spread)
+
+
+@dataclass
+class Outcome:
+    case: Case
+    real: list[dict[str, Any]] = field(default_factory=list)
+    simulated: dict[str, Any] = field(default_factory=dict)
+
+    def verdicts(self) -> list[Verdict]:
+        found = []
+        for label, path, tolerance in ROWS:
+            values = [_at(figures, path) for figures in self.real]
+            ours = _at(self.simulated, path)
+            if ours is not None and all(v for v in values):
+                found.append(Verdict(label, [v for v in values if v], ours, tolerance))
+        return found
+
+
+def _at(figures: Any, path: tuple[str, ...]) -> float | None:
+    for name in path:
+        figures = figures.get(name) if isinstance(figures, dict) else None
+    return figures
+
+
+def table(outcomes: list[Outcome], known: Calibration, size: int, off: float) -> str:
+    fit, front = known.coefficients, known.front
+    lines = [
+        f"{size} requests a run, every run twice, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} "
+        f"UTC, {os.cpu_count()} cores, client on the same cores. Calibrated on the first W1 run "
+        f"only: {fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
+        f"{fit.gamma * 1e9:.1f} ns a query-key pair, {fit.delta * 1e6:.1f} µs a sequence, "
+        f"scatter {known.spread:.0%}; {front.per_request * 1e3:.2f} ms a request at the door, "
+        f"{front.delivery * 1e3:.2f} ms and {front.per_row * 1e6:.0f} µs a row to the client "
+        f"(what is left of the first run: {off:.1%}).",
+        "",
+        "| run | figure | real | simulated | error | allowed | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    right = total = 0
+    for outcome in outcomes:
+        case = outcome.case
+        for number, v in enumerate(outcome.verdicts()):
+            total += 1
+            right += v.right
+            real = " / ".join(f"{value:.4g}" for value in v.real)
+            allowed = f"{max(v.tolerance, v.spread):.0%}" + (
+                " (spread)" if v.spread > v.tolerance else ""
+            )
+            name = f"**{case.name}**: {case.about}" if number == 0 else ""
+            mark = "ok" if v.right else "**off**"
+            cells = (name, v.label, real, f"{v.simulated:.4g}", f"{v.error:+.1%}", allowed, mark)
+            lines.append(f"| {' | '.join(cells)} |")
+        real = " / ".join(f"{figures['preemptions']:.0f}" for figures in outcome.real)
+        lines.append(f"| | preemptions | {real} | {outcome.simulated['preemptions']} | | | |")
+    lines += ["", f"{right} of {total} figures within what is allowed."]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="instead of the default model")
+    parser.add_argument("--port", type=int, default=8170)
+    parser.add_argument("--requests", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=2, help="times each load is sent")
+    parser.add_argument("--budget", type=float, default=840.0, help="seconds for everything")
+    parser.add_argument("--output", type=Path, default=Path("simulator-check.md"))
+    parser.add_argument("--raw", type=Path, help="JSON file for all figures")
+    options = parser.parse_args()
+    ends = time.monotonic() + options.budget
+    outcomes, known, off = run_all(options, ends)
+    text = table(outcomes, known, options.requests, off)
+    options.output.write_text(text)
+    print(text)
+    if options.raw:
+        raw = {o.case.name: {"real": o.real, "simulated": o.simulated} for o in outcomes}
+        options.raw.write_text(json.dumps(raw, indent=1))
+        known.write(options.raw.with_suffix(".calibration.json"))
+    return 0 if all(v.right for o in outcomes for v in o.verdicts()) else 1
+
+
+def run_all(options: argparse.Namespace, ends: float) -> tuple[list[Outcome], Calibration, float]:
+    """All real runs, as long as there is time; then everything simulated."""
+    log = options.output.with_suffix(".log")
+    first = cases(options.requests, 1.0)[0]
+    text_seeds = iter(range(time.time_ns() % 10**9, 2 * 10**9))
+
+    def measured(case: Case, url: str) -> dict[str, Any]:
+        left = max(10.0, ends - time.monotonic())
+        began = time.monotonic()
+        figures = real_run(case, url, next(text_seeds), left)
+        _tell(
+            f"{case.name}: {figures['output_throughput']:.0f} tok/s, "
+            f"{figures['completed']} completed, {time.monotonic() - began:.0f} s"
+        )
+        return figures
+
+    with serving(options.model, options.port, first.flags, log) as url:
+        taught = measured(first, url)
+        known = ask_server(url)
+        planned = cases(options.requests, 0.8 * taught["request_throughput"])
+        outcomes = [Outcome(case) for case in planned]
+        outcomes[0].real.append(taught)
+        for number in range(options.rounds):
+            for outcome in outcomes:
+                alone = outcome is outcomes[0] and number == 0
+                if not alone and not outcome.case.flags and time.monotonic() < ends:
+                    outcome.real.append(measured(outcome.case, url))
+    for outcome in outcomes:
+        if outcome.case.flags:
+            with serving(options.model, options.port, outcome.case.flags, log) as url:
+                for _ in range(options.rounds):
+                    if time.monotonic() < ends:
+                        outcome.real.append(measured(outcome.case, url))
+    _tell("fitting what is around the engine to the first run")
+    fitted, off = fit_front(known, load_of(first), taught)
+    for outcome in outcomes:
+        _tell(f"simulating {outcome.case.name}")
+        outcome.simulated = simulated_run(outcome.case, fitted)
+    return [outcome for outcome in outcomes if outcome.real], fitted, off
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""The same scheduler, without touching those for whom nothing changes.
+
+A sequence that decodes gets one token a step: until its next page border and its end, all that
+changes is that it is longer. Here such a sequence *sleeps*: it is left out of the plan, and what it
+missed is made up when somebody looks (admission, preemption) or when its page is full. A step then
+costs O(what changes in it) instead of O(batch).
+
+    awake ──commit: it decodes, in the middle of a page──▶ asleep ──▶ page full: published, and
+      ▲                                                      │        the next one taken; sleeps on
+      └────── its last token comes, or it is preempted ◀─────┘
+
+Nothing is approximated: same pages, same order of finishing, same counters, to the last bit, which
+``tests/simulate/test_fast_forward.py`` checks against the plain scheduler. What it takes is that
+a request's length is known, that outputs are like no other request's (so that no page of an answer
+is a second copy) and that adding up 2 ÷ weight is exact: weights that are powers of two.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from turnstile.core.admission import AdmissionPolicy, Candidate
+from turnstile.core.cost import CostModel, StepCost
+from turnstile.core.events import Stepped
+from turnstile.core.fairness import QueuePolicy
+from turnstile.core.pages import PagePool
+from turnstile.core.plan import Chunk, Outcome, Plan, Progress
+from turnstile.core.preemption import choose_victim
+from turnstile.core.request import Sequence, State
+from turnstile.core.scheduler import OUTPUT_CHARGE, Scheduler
+from turnstile.core.settings import SchedulerConfig
+
+Appointment = tuple[Sequence, int]
+
+
+def exact_weight(weight: float) -> bool:
+    """Whether charging ``weight`` in one sum is the same as charging it token by token."""
+    return math.frexp(weight)[0] == 0.5
+
+
+class _UpToDate(AdmissionPolicy):
+    """Another policy, which finds everybody as long as they really are."""
+
+    def __init__(self, policy: AdmissionPolicy, catch_up: Callable[[], None]) -> None:
+        self._policy = policy
+        self._catch_up = catch_up
+        self.name = policy.name
+        self.preempts = policy.preempts
+        self.lockstep = policy.lockstep
+
+    def remaining(self, sequence: Sequence) -> int:
+        return self._policy.remaining(sequence)
+
+    def finished(self, sequence: Sequence) -> None:
+        self._policy.finished(sequence)
+
+    def fits(
+        self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
+    ) -> bool:
+        self._catch_up()
+        return self._policy.fits(candidate, running, pool, reserve)
+
+    def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
+        self._catch_up()
+        return self._policy.peak(candidate, running, pool)
+
+
+class FastForward(Scheduler):
+    """See the module.
+
+    ``outputs_of`` and ``token_of`` tell a sequence's length and its tokens; ``on_wake`` is told of
+    a sequence that has slept.
+    """
+
+    outputs_of: Callable[[Sequence], int]
+    token_of: Callable[[Sequence], int]
+    on_wake: Callable[[Sequence], None]
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: PagePool,
+        admission: AdmissionPolicy,
+        queue: QueuePolicy,
+        *,
+        prefix_caching: bool = True,
+        cost: CostModel | None = None,
+    ) -> None:
+        if config.separate_prefill or config.speculation:
+            raise ValueError("Prompts alone in a step, and drafts, cannot be fast-forwarded.")
+        super().__init__(
+            config,
+            pool,
+            _UpToDate(admission, self._catch_up),
+            queue,
+            prefix_caching=prefix_caching,
+            cost=cost,
+            victim=self._choose_victim,
+        )
+        self._clock = 0
+        self._asleep: dict[Sequence, int] = {}
+        """The step up to which each has been made up."""
+        self._awake: dict[Sequence, int] = {}
+        """The others that run, and their place in the order of admission."""
+        self._places: dict[Sequence, int] = {}
+        self._admissions = 0
+        self._context = 0
+        self._tenants: dict[str, dict[Sequence, None]] = defaultdict(dict)
+        # Whose page is full after a step, who takes one in it, whose last token comes in it. Who
+        # has woken in between has another number: what was planned for its former sleep is void.
+        self._sleeps = 0
+        self._number: dict[Sequence, int] = {}
+        self._full_at: dict[int, list[Appointment]] = defaultdict(list)
+        self._page_at: dict[int, list[Appointment]] = defaultdict(list)
+        self._last_at: dict[int, list[Appointment]] = defaultdict(list)
+
+    @property
+    def asleep(self) -> StepCost:
+        """What those asleep add to the step that was just planned."""
+        count = len(self._asleep)
+        return StepCost(count, self._context + count, count)
+
+    # -- the step ---------------------------------------------------------------------------------
+
+    def plan(self, now: float) -> Plan:
+        """Plan for those awake; :attr:`asleep` go on besides."""
+        for sequence in self._kept(self._last_at):
+            self._wake(sequence)
+        try:
+            return super().plan(now)
+        finally:
+            self.running = self.slots.running
+
+    def _decode_chunks(self, now: float) -> list[Chunk]:
+        growing = self._kept(self._page_at)
+        if len(growing) + len(self._awake) > self.pool.num_available:
+            # Somebody may have to go, and who, depends on whose turn it is: as usual, then.
+            for sequence in list(self._asleep):
+                self._wake(sequence)
+            growing = []
+        for sequence in growing:
+            self.pool.append(sequence.table)
+        # Until the plan is made, those awake are all there is (see `plan`).
+        self.running = sorted(self._awake, key=self._awake.__getitem__)
+        return super()._decode_chunks(now)
+
+    def _spent(self, decodes: list[Chunk]) -> StepCost:
+        awake, asleep = super()._spent(decodes), self.asleep
+        return StepCost(
+            awake.tokens + asleep.tokens,
+            awake.query_context + asleep.query_context,
+            awake.batch + asleep.batch,
+        )
+
+    def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
+        tenants = {s.request.tenant for s in behind}
+        asleep = any({tenant} != tenants for tenant, members in self._tenants.items() if members)
+        return asleep or super()._strangers(decodes, behind)
+
+    def commit(
+        self, plan: Plan, outcomes: Seq[Outcome], now: float, seconds: float = 0.0
+    ) -> list[Progress]:
+        """Commit the plan, and the step of those asleep, who are not in what is returned."""
+        asleep = self.asleep
+        progress = super().commit(plan, outcomes, now, 0.0)
+        self._clock += 1
+        self._context += asleep.batch
+        self.statistics.generated_tokens += asleep.batch
+        self.statistics.computed_tokens += asleep.batch
+        stepped = self._events[-1]
+        assert isinstance(stepped, Stepped)
+        self._events[-1] = replace(
+            stepped,
+            tokens=stepped.tokens + asleep.batch,
+            sequences=stepped.sequences + asleep.batch,
+            draws=stepped.draws + asleep.batch,
+            seconds=seconds,
+        )
+        for members in self._tenants.values():
+            self._charge(members)
+        self._publish_full(now)
+        for chunk in plan.chunks:
+            self._try_sleep(chunk.sequence)
+        return progress
+
+    def _charge(self, members: dict[Sequence, None]) -> None:
+        """A token for each of a tenant's sleepers, on the tenant's account."""
+        if members:
+            any_of_them = next(iter(members))
+            own = any_of_them.charged
+            self.queue.charge(any_of_them, OUTPUT_CHARGE * len(members))
+            any_of_them.charged = own
+
+    def _publish_full(self, now: float) -> None:
+        for sequence in self._kept(self._full_at):
+            self._make_up(sequence)
+            self._waiting.wake(self.cache.publish(sequence, sequence.computed - 1), now)
+            appointment = (sequence, self._number[sequence])
+            self._page_at[self._clock].append(appointment)
+            self._full_at[self._clock + self.pool.page_size].append(appointment)
+
+    def _kept(self, book: dict[int, list[Appointment]]) -> list[Sequence]:
+        """Who has something to do now, and still sleeps as when that was written down."""
+        due = book.pop(self._clock, ())
+        return [s for s, number in due if self._number.get(s) == number]
+
+    # -- asleep and awake -------------------------------------------------------------------------
+
+    def _try_sleep(self, sequence: Sequence) -> None:
+        """Let a sequence sleep that only decodes, is inside a page and is not about to end."""
+        inside = sequence.computed % self.pool.page_size
+        left = self.outputs_of(sequence) - sequence.num_outputs
+        if sequence.state is not State.RUNNING or sequence.catching_up or not inside or left < 2:
+            return
+        del self._awake[sequence]
+        self._asleep[sequence] = self._clock
+        self._tenants[sequence.request.tenant][sequence] = None
+        self._context += sequence.computed
+        self._sleeps += 1
+        self._number[sequence] = self._sleeps
+        appointment = (sequence, self._sleeps)
+        self._full_at[self._clock + self.pool.page_size - inside].append(appointment)
+        self._last_at[self._clock + left - 1].append(appointment)
+
+    def _wake(self, sequence: Sequence) -> None:
+        if sequence in self._asleep:
+            self._make_up(sequence)
+            del self._asleep[sequence], self._number[sequence]
+            del self._tenants[sequence.request.tenant][sequence]
+            self._context -= sequence.computed
+            self._awake[sequence] = self._places[sequence]
+            self.on_wake(sequence)
+
+    def _make_up(self, sequence: Sequence) -> None:
+        missed = self._clock - self._asleep[sequence]
+        if missed:
+            sequence.tokens += [self.token_of(sequence)] * missed
+            sequence.computed += missed
+            sequence.charged += OUTPUT_CHARGE * missed
+            self._asleep[sequence] = self._clock
+
+    def _catch_up(self) -> None:
+        for sequence in self._asleep:
+            self._make_up(sequence)
+
+    def _choose_victim(
+        self, running: Seq[Sequence], queue: QueuePolicy, pin_after: int
+    ) -> Sequence | None:
+        self._catch_up()
+        victim = choose_victim(self.slots.running, queue, pin_after)
+        if victim is not None:
+            self._wake(victim)
+        return victim
+
+    def _start(self, candidate: Candidate, now: float) -> None:
+        super()._start(candidate, now)
+        self._admissions += 1
+        self._awake[candidate.sequence] = self._places[candidate.sequence] = self._admissions
+
+    def _give_up_slot(self, sequence: Sequence, now: float) -> None:
+        self._wake(sequence)
+        self._awake.pop(sequence, None)
+        self._places.pop(sequence, None)
+        super()._give_up_slot(sequence, now)

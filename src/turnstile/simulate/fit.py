@@ -1,0 +1,109 @@
+"""Learn from one measured run what the engine's own fit does not know: what is around the engine.
+
+A pattern search over a few positive numbers: each in turn is made larger and smaller by a factor,
+what makes the simulated run more like the measured one is kept, and the factor shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from turnstile.core.cost import Coefficients
+from turnstile.simulate.calibrate import Calibration, CalibrationError
+from turnstile.simulate.figures import Figures
+from turnstile.simulate.load import Load
+from turnstile.simulate.options import calibrated
+from turnstile.simulate.run import Plant, simulate
+from turnstile.simulate.setup import Front
+
+Parameters = dict[str, float]
+
+SEEN: tuple[tuple[tuple[str, ...], float], ...] = (
+    (("output_throughput",), 4.0),
+    (("ttft_ms", "p50"), 1.0),
+    (("ttft_ms", "p99"), 0.5),
+    (("itl_ms", "p50"), 1.0),
+    (("itl_ms", "p99"), 0.5),
+    (("e2el_ms", "p50"), 1.0),
+    (("e2el_ms", "p99"), 0.5),
+)
+"""What is compared, and how much it counts."""
+
+
+def distance(simulated: Figures, measured: Mapping[str, Any]) -> float:
+    """Weighted mean of the squared logarithms of the ratios."""
+    total = weights = 0.0
+    for path, weight in SEEN:
+        ours, theirs = _at(simulated, path), _at(measured, path)
+        if ours and theirs:
+            total += weight * math.log(ours / theirs) ** 2
+            weights += weight
+    if not weights:
+        raise CalibrationError("The measured run has no figures to compare with.")
+    return total / weights
+
+
+def _at(figures: Any, path: tuple[str, ...]) -> float | None:
+    for name in path:
+        figures = figures.get(name) if isinstance(figures, Mapping) else None
+    return figures if isinstance(figures, int | float) else None
+
+
+def descend(
+    loss: Callable[[Parameters], float],
+    start: Parameters,
+    *,
+    factor: float = 1.5,
+    rounds: int = 4,
+) -> tuple[Parameters, float]:
+    """Least ``loss`` near ``start``; the factor becomes its square root after every round."""
+    best, least = dict(start), loss(start)
+    for _ in range(rounds):
+        for name in start:
+            for step in (factor, 1.0 / factor):
+                tried = best | {name: best[name] * step}
+                value = loss(tried)
+                if value < least:
+                    best, least = tried, value
+                    break
+        factor = math.sqrt(factor)
+    return best, least
+
+
+def fit_front(
+    known: Calibration, load: Load, measured: Mapping[str, Any], rounds: int = 4
+) -> tuple[Calibration, float]:
+    """A calibration with the front, the scatter and the pace that make ``load`` end as measured.
+
+    ``pace`` is one factor on the whole cost of turns: the forgetting in the engine's fit weighs
+    the last steps of a run most, and a run's mean pace is what has to agree.
+
+    Returns the calibration and the remaining :func:`distance`.
+    """
+
+    def apply(parameters: Parameters) -> Calibration:
+        fit, pace = known.coefficients, parameters["pace"]
+        return replace(
+            known,
+            coefficients=Coefficients(
+                fit.alpha * pace, fit.beta * pace, fit.gamma * pace, fit.delta * pace
+            ),
+            spread=parameters["spread"],
+            front=Front(parameters["per_request"], parameters["delivery"], parameters["per_row"]),
+        )
+
+    def loss(parameters: Parameters) -> float:
+        return distance(simulate(Plant(calibrated(apply(parameters))), load), measured)
+
+    start = {
+        "pace": 1.0,
+        "per_request": 5e-4,
+        "delivery": 3e-3,
+        "per_row": 3e-5,
+        "spread": 0.1,
+    }
+    best, least = descend(loss, start, rounds=rounds)
+    return apply(best), math.sqrt(least)
