@@ -40,7 +40,8 @@ class Calibration:
     engine
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
-        ``admission``, ``scheduling_policy``, ``enable_prefix_caching``, ``target_itl``.
+        ``admission``, ``scheduling_policy``, ``enable_prefix_caching``, ``target_itl``,
+        ``neighbour_steps``.
     """
 
     source: str
@@ -58,6 +59,7 @@ class Calibration:
 ENGINE_SETTINGS = (
     "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
     "admission", "scheduling_policy", "enable_prefix_caching", "target_itl",
+    "neighbour_steps",
 )  # fmt: skip
 
 

@@ -144,6 +144,7 @@ def calibrated(known: Calibration, seed: int = 0) -> Setup:
             max_num_batched_tokens=int(engine.get("max_num_batched_tokens") or max(512, slots)),
             max_model_len=int(engine.get("max_model_len") or 8192),
             target_itl=engine.get("target_itl"),
+            neighbour_steps=float(engine.get("neighbour_steps", 2.0)) or None,
         ),
         front=known.front,
     )
