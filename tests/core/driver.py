@@ -18,6 +18,7 @@ from turnstile.core.events import Admitted, AnyEvent, Finished, Forked, Preempte
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
+from turnstile.core.preemption import choose_victim
 from turnstile.core.request import FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 
@@ -202,6 +203,8 @@ class Driver:
             for s in (*scheduler.running, *scheduler.waiting())
         ), "somebody outlives its deadline"
         # Decode, or a chunk of the prompt: the one admitted first is in every step.
+        if scheduler.choose_victim is choose_victim:
+            assert eldest is None or eldest.state is not State.WAITING, "the oldest had to go"
         if eldest is not None and eldest.state is State.RUNNING:
             assert any(chunk.sequence is eldest for chunk in plan.chunks), f"{eldest} stands still"
         if (scheduler.running or scheduler.num_waiting) and scheduler.admission.preempts:
