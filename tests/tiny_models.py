@@ -105,6 +105,22 @@ def make_tiny_llama(
     write_tokenizer(directory)
 
     random = np.random.default_rng(seed)
+    tensors = _random_llama(
+        random, vocab_size, hidden_size, intermediate_size, num_layers,
+        num_heads * head_dim, num_kv_heads * head_dim,
+    )  # fmt: skip
+    if not tie_embeddings:
+        head = random.standard_normal((vocab_size, hidden_size))
+        tensors["lm_head.weight"] = (head * 1.5 / hidden_size**0.5).astype(np.float32)
+    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
+    return directory
+
+
+def _random_llama(
+    random: np.random.Generator, vocab_size: int, hidden_size: int, intermediate_size: int,
+    num_layers: int, q_size: int, kv_size: int,
+) -> dict[str, np.ndarray]:  # fmt: skip
+    """The tensors of a model by their Hugging Face names, all but the head."""
 
     def matrix(rows: int, columns: int) -> np.ndarray:
         return (random.standard_normal((rows, columns)) * 1.5 / columns**0.5).astype(np.float32)
@@ -117,17 +133,13 @@ def make_tiny_llama(
         p = f"model.layers.{i}"
         tensors |= {
             f"{p}.input_layernorm.weight": norm(hidden_size),
-            f"{p}.self_attn.q_proj.weight": matrix(num_heads * head_dim, hidden_size),
-            f"{p}.self_attn.k_proj.weight": matrix(num_kv_heads * head_dim, hidden_size),
-            f"{p}.self_attn.v_proj.weight": matrix(num_kv_heads * head_dim, hidden_size),
-            f"{p}.self_attn.o_proj.weight": matrix(hidden_size, num_heads * head_dim),
+            f"{p}.self_attn.q_proj.weight": matrix(q_size, hidden_size),
+            f"{p}.self_attn.k_proj.weight": matrix(kv_size, hidden_size),
+            f"{p}.self_attn.v_proj.weight": matrix(kv_size, hidden_size),
+            f"{p}.self_attn.o_proj.weight": matrix(hidden_size, q_size),
             f"{p}.post_attention_layernorm.weight": norm(hidden_size),
             f"{p}.mlp.gate_proj.weight": matrix(intermediate_size, hidden_size),
             f"{p}.mlp.up_proj.weight": matrix(intermediate_size, hidden_size),
             f"{p}.mlp.down_proj.weight": matrix(hidden_size, intermediate_size),
         }
-    tensors["model.norm.weight"] = norm(hidden_size)
-    if not tie_embeddings:
-        tensors["lm_head.weight"] = matrix(vocab_size, hidden_size)
-    save_file(tensors, str(directory / "model.safetensors"), metadata={"format": "pt"})
-    return directory
+    return tensors | {"model.norm.weight": norm(hidden_size)}

@@ -230,7 +230,7 @@ def _modules_after(statement: str) -> set[str]:
 
 def test_help_imports_nothing_heavy() -> None:
     run = "from turnstile.cli.main import main\nmain(['--help'])"
-    heavy = {"torch", "numpy", "starlette", "uvicorn", "tokenizers", "httpx", "msgspec", "zmq"}
+    heavy = {"torch", "numpy", "starlette", "uvicorn", "tokenizers", "httpx", "msgspec"}
     assert not heavy & _modules_after(run)
     run = "from turnstile.cli.main import main\nmain(['serve', '--help'])"
     assert not heavy & _modules_after(run)

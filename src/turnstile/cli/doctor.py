@@ -26,7 +26,7 @@ Verdict = Literal["ok", "note", "bad"]
 _VECTOR = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _DISK = 2 * 2**30
 _MEMORY = 2 * 2**30
-_PACKAGES = ("torch", "starlette", "uvicorn", "uvloop", "msgspec", "pyzmq", "tokenizers")
+_PACKAGES = ("torch", "starlette", "uvicorn", "uvloop", "msgspec", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)

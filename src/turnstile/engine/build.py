@@ -118,14 +118,10 @@ def _build_real(
     )
     scheduler = make_scheduler(config, num_pages, max_model_len)
     info = EngineInfo(
-        epoch=epoch,
-        pid=os.getpid(),
+        **_limits(config, epoch, num_pages, max_model_len),
         model=source.name,
         architecture=source.config.family.name,
         vocab_size=source.config.vocab_size,
-        max_model_len=max_model_len,
-        page_size=config.page_size,
-        num_pages=num_pages,
         kv_bytes=num_pages * page_bytes,
         kv_dtype=config.kv_cache_dtype or str(getattr(backend, "kv_dtype", "auto")),
         weight_format=model.weight_format,
@@ -134,12 +130,8 @@ def _build_real(
         backend=backend.name,
         device=str(backend.device),
         threads=model.threads,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        admission=config.admission,
         exact=backend.exact,
         load_seconds=time.monotonic() - began,
-        scheduling_policy=config.scheduling_policy,
     )
     return lambda emit: StepLoop(scheduler, runner, epoch, emit), info
 
@@ -156,14 +148,10 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
     executor = fake.make_fake(config.model)
     scheduler = make_scheduler(config, num_pages, max_model_len)
     info = EngineInfo(
-        epoch=epoch,
-        pid=os.getpid(),
+        **_limits(config, epoch, num_pages, max_model_len),
         model=config.model,
         architecture="fake",
         vocab_size=executor.vocab_size,
-        max_model_len=max_model_len,
-        page_size=config.page_size,
-        num_pages=num_pages,
         kv_bytes=0,
         kv_dtype="none",
         weight_format="none",
@@ -172,14 +160,25 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
         backend="fake",
         device="cpu",
         threads=1,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        admission=config.admission,
         exact=True,
         load_seconds=0.0,
-        scheduling_policy=config.scheduling_policy,
     )
     return lambda emit: StepLoop(scheduler, faults.with_faults(executor), epoch, emit), info
+
+
+def _limits(config: EngineConfig, epoch: int, num_pages: int, max_model_len: int) -> dict[str, Any]:
+    """What an :class:`EngineInfo` says of any engine, whatever computes."""
+    return {
+        "epoch": epoch,
+        "pid": os.getpid(),
+        "max_model_len": max_model_len,
+        "page_size": config.page_size,
+        "num_pages": num_pages,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "admission": config.admission,
+        "scheduling_policy": config.scheduling_policy,
+    }
 
 
 def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> Scheduler:
