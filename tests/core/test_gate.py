@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.driver import make_scheduler
+from core.driver import Driver, make_scheduler
 from turnstile.core.cost import Coefficients, StepCost
+from turnstile.core.events import Admitted
 from turnstile.core.forecast import Calibration, EngineView, OutputMeans, steps_until_start
-from turnstile.core.gate import Gate, GateConfig, Place, Refused, Work
+from turnstile.core.gate import REASONS, Gate, GateConfig, Place, Refused, Work
 from turnstile.core.plan import Outcome
-from turnstile.core.request import Request
+from turnstile.core.request import FinishReason, Request
 
 COST = Coefficients(0.005, 1e-4, 0.0, 1e-4)
 
@@ -296,3 +297,23 @@ def test_predictions_of_the_scheduler_itself_are_calibrated(load: float) -> None
         assert 0.75 < calibration.coverage < 0.97
         ratio = calibration.predicted_seconds / calibration.actual_seconds
         assert 0.7 < ratio < 1.4
+
+
+def test_the_preempted_keep_their_places_and_nobody_asks_the_gate_for_them() -> None:
+    driver = Driver(make_scheduler(pages=12, admission="optimistic", max_num_batched_tokens=64))
+    gate = Gate(GateConfig(slots=8, max_requests=0, max_wait=1e-3))
+    places = {}
+    for k in range(6):
+        [places[f"r{k}"]] = gate.enter([work(8, max_tokens=16)], 0.0)
+        driver.submit(Request(id=f"r{k}", prompt=(k,) * 8, max_tokens=16))
+    while driver.scheduler.has_work:
+        driver.step()
+        gate.learn(warm(free_tokens=0, prefill_tokens=50))
+        for event in driver.events:
+            if isinstance(event, Admitted):
+                places[event.request_id].start(event.time)
+        assert gate.waiting == 0  # also while the engine has preempted some
+        assert gate.running == len(places)
+    assert driver.scheduler.statistics.preemptions > 0
+    assert set(driver.finished.values()) == {FinishReason.LENGTH}
+    assert gate.rejections == dict.fromkeys(REASONS, 0)

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import openai
@@ -76,6 +77,27 @@ def test_a_burst_of_fifty_onto_a_queue_of_eight(launch: Launch) -> None:
             assert answer.headers["x-should-retry"] == "true"
     refused = server.metric("turnstile_rejections_total", reason="max_num_queued_reqs")
     assert refused == BURST - SLOTS - QUEUE
+
+    # Both slots busy: a deadline passes in the queue; then one passes while its request runs.
+    long = {"max_tokens": 1500, "ignore_eos": True}
+    with ThreadPoolExecutor(SLOTS) as pool:
+        busy = [
+            pool.submit(server.complete, server.tokens(10, seed=k), **long, timeout=3.0)
+            for k in range(SLOTS)
+        ]
+        end = time.monotonic() + 10
+        while server.metric("turnstile_requests_running") < SLOTS and time.monotonic() < end:
+            time.sleep(0.01)
+        status, answer = server.complete(server.tokens(10, seed=9), timeout=0.05)
+        assert (status, answer["error"]["code"]) == (504, "deadline_exceeded")
+        for status, answer in (future.result() for future in busy):
+            assert status == 200
+            assert answer["choices"][0]["finish_reason"] in ("timeout", "length")
+    slow = {"max_tokens": 1900, "ignore_eos": True, "logprobs": 20}
+    status, answer = server.complete(server.tokens(10, seed=1), **slow, timeout=0.6)
+    assert (status, answer["choices"][0]["finish_reason"]) == (200, "timeout")
+    assert 0 < answer["usage"]["completion_tokens"] < 1900
+    server.idle()
 
     assert asyncio.run(insist(server)) == ["length"] * BURST
     assert server.metric("turnstile_rejections_total", reason="max_num_queued_reqs") > refused
