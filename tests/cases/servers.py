@@ -19,7 +19,7 @@ from typing import Any
 
 import httpx
 
-from e2e.harness import ServerProcess
+from e2e.harness import ServerProcess, text_of
 
 CANARY_SECONDS = 5.0
 MOST_ALIVE = 3
@@ -204,3 +204,28 @@ def text(answer: tuple[int, dict[str, Any]], index: int = 0) -> str:
     assert status == 200, body
     choice = body["choices"][index]
     return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
+def four_ways(
+    server: ServerProcess, messages: list[dict[str, Any]] | None = None, **fields: Any
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Text, finish reason and usage of the same greedy request on both endpoints, streamed and
+    not. The completion is given the very ids that the chat becomes.
+    """
+    messages = messages or [{"role": "user", "content": "abc"}]
+    rendered = server.post("/v1/chat/completions/render", messages=messages).json()
+    body = {"temperature": 0, "ignore_eos": True} | fields
+    for path, prompt in (
+        ("/v1/completions", {"prompt": rendered["prompt_token_ids"]}),
+        ("/v1/chat/completions", {"messages": messages}),
+    ):
+        answer = server.post(path, **prompt, **body)
+        assert answer.status_code == 200, answer.text
+        whole = answer.json()
+        usage = {**whole["usage"], "prompt_tokens_details": None}
+        yield text((200, whole)), whole["choices"][0]["finish_reason"], usage
+        options = {"include_usage": True}
+        events = list(server.stream(path, **prompt, **body, stream_options=options))
+        reasons = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+        assert len(reasons) == 1
+        yield text_of(events), reasons[0], {**events[-1]["usage"], "prompt_tokens_details": None}
