@@ -169,7 +169,11 @@ class Answer:
         if self._record.accepted is None:
             return "refused"
         finishes = [choice.finish for job in self._record.jobs for choice in job.choices]
-        return "abort" if None in finishes else str(finishes[0])
+        if "error" in finishes:  # it ended the whole request, whatever the other samples did
+            return "error"
+        if None in finishes:
+            return "timeout" if "timeout" in finishes else "abort"
+        return str(finishes[0])
 
     def _note(self) -> None:
         record = self._record
