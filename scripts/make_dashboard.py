@@ -57,6 +57,12 @@ def mean(name: str) -> str:
     return " / ".join(f"sum(rate({family}_{part}{HERE}[{WINDOW}]))" for part in ("sum", "count"))
 
 
+def per(above: str, below: str, quantity: str) -> str:
+    """One counter of the gate for each of another."""
+    selector = f'{{instance=~"$instance", quantity="{quantity}"}}'
+    return f"sum({total(above, selector)}) / sum({total(below, selector)})"
+
+
 # -- panels -----------------------------------------------------------------------------------
 
 
@@ -159,6 +165,32 @@ def rows() -> dict[str, list[Panel]]:
             heat("Prompt lengths", "request_prompt_tokens", "Tokens."),
             heat("Output lengths", "request_output_tokens", "Tokens."),
             heat("Longest sample", "request_largest_output_tokens", "Tokens, of each request."),
+        ],
+        "The gate": [
+            Panel(
+                title="Predicted and actual wait", unit="s",
+                text="Means over those let in. Where the lines part the gate refuses wrongly.",
+                lines=[
+                    (per(f"gate_{kind}_seconds", "gate_predictions", "wait"), kind)
+                    for kind in ("predicted", "actual")
+                ],
+            ),
+            Panel(
+                title="Predicted and actual TTFT", unit="s", text="The same to the first token.",
+                lines=[
+                    (per(f"gate_{kind}_seconds", "gate_predictions", "ttft"), kind)
+                    for kind in ("predicted", "actual")
+                ],
+            ),
+            Panel(
+                title="Coverage of the predicted p90", unit="percentunit", most=1,
+                text="Share of the actual values within the predicted 90th percentile.",
+                lines=[
+                    (per("gate_covered_predictions", "gate_predictions", quantity), quantity)
+                    for quantity in ("wait", "ttft")
+                ],
+                thresholds=[(None, "red"), (0.8, "green")],
+            ),
         ],
         "Memory": [
             Panel(
@@ -380,6 +412,14 @@ def alerts() -> list[Alert]:
             name="TurnstileRefusing", severity="warning", lasting="5m",
             expression=f"{refused} / {asked} > 0.05",
             summary="{{ $labels.instance }} turns away more than one request in twenty.",
+        ),
+        Alert(
+            name="TurnstileForecastOff", severity="info", lasting="30m",
+            expression=(
+                f"{total('gate_covered_predictions', '', '30m')}"
+                f" < 0.7 * {total('gate_predictions', '', '30m')}"
+            ),
+            summary="The gate of {{ $labels.instance }} predicts {{ $labels.quantity }} badly.",
         ),
         Alert(
             name="TurnstileSaturated", severity="info", lasting="15m",

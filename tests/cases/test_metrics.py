@@ -308,7 +308,7 @@ def test_b91_tenants_without_end_make_no_labels_without_end(serve: Serve) -> Non
                 assert answer.status_code == 200
             found = served.service.metrics.by_tenant(1)
             assert len(found) == MAX_TENANTS + 1
-            assert found["other"] == 40
+            assert found["_other"] == 40
             assert sum(found.values()) == 2 * len(keys)
 
     asyncio.run(test())
@@ -350,6 +350,17 @@ def test_the_busy_share_is_that_of_the_last_minute() -> None:
     assert busy(steady, 1199.0 + 2 * BUSY_WINDOW) == 0.0
     assert busy([(0.0, 0.0), (1.9, 1.9)], 100.0) == 0.0
     assert busy([*steady, (5000.0, 110.0)], 5000.0) == pytest.approx(10 / BUSY_WINDOW, abs=0.02)
+
+
+def test_an_engine_that_never_spoke_is_a_restart_all_the_same() -> None:
+    counted = metrics()
+    by_name = {series.name: series for series in SERIES}
+    counted.engine.epoch = 1
+    assert by_name["engine_restarts"].read(counted) == 0
+    counted.engine.epoch = 3
+    assert by_name["engine_restarts"].read(counted) == 2
+    assert by_name["engine_epoch"].read(counted) == 3
+    assert by_name["engine_starts"].read(counted) == 0
 
 
 def test_headroom_is_what_the_running_can_still_take() -> None:

@@ -86,6 +86,8 @@ class EngineClient(ABC):
     """None until the first engine is ready."""
     snapshot: Snapshot
     """The latest; all zero before the first step."""
+    epoch: int = 0
+    """Engine processes started so far."""
     loading: Loading | None = None
     """How far loading has come; None before it begins and after it has ended."""
 

@@ -53,7 +53,6 @@ class ProcessEngine(JournaledClient):
         super().__init__()
         self.config = config
         self.epoch = 0
-        """Engine processes started so far."""
         self._told_epoch = 0
         """The engine whose snapshot is the latest."""
         self._engine: EngineProcess | None = None

@@ -42,7 +42,8 @@ ENGINE_COUNTERS = (
 )
 MAX_TENANTS = 100
 """Tenants with series of their own; the rest are counted together."""
-OTHER_TENANTS = "other"
+OTHER_TENANTS = "_other"
+"""No tenant can be called this."""
 BUSY_WINDOW = 60.0
 """Seconds over which the share of busy time is taken."""
 _BUSY_SAMPLE = 2.0
@@ -131,8 +132,8 @@ class Metrics:
 
     @property
     def epoch(self) -> int:
-        """Number of the engine process that spoke last, 0 before the first."""
-        return self._epoch or 0
+        """Number of the newest engine process, whether it has spoken yet or not."""
+        return max(self.engine.epoch, self._epoch or 0)
 
     def _note_busy(self, now: float) -> None:
         """Remember how much was busy when the engine spoke last."""
