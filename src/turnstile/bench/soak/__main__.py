@@ -57,9 +57,13 @@ async def soak(target: Target, seconds: float, seed: int, users: int) -> tuple[C
 
 
 async def _kill(target: Target, began: float, seconds: float) -> None:
+    recovered = began
     for share in KILLS:
-        await asyncio.sleep(max(0.0, began + share * seconds - time.monotonic()))
+        # Late where recovery took long: each engine is to have served before it is killed.
+        at = max(began + share * seconds, recovered + seconds / 20)
+        await asyncio.sleep(max(0.0, at - time.monotonic()))
         await target.kill_engine(began)
+        recovered = time.monotonic()
 
 
 async def _descriptors(target: Target) -> int:

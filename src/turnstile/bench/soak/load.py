@@ -11,6 +11,7 @@ from typing import Any
 from turnstile.bench.http import Server
 from turnstile.bench.soak.asking import PATIENT, Answer, Manners, NoAnswerError, ask
 from turnstile.bench.soak.orders import (
+    COMPLETIONS,
     Order,
     content,
     failing_order,
@@ -22,7 +23,10 @@ from turnstile.bench.soak.orders import (
 )
 
 SAMPLES = 16
-FLOOD = 40
+LEAST_COMPARED = 8
+"""A run is not over before this many answers could be compared, unless it takes far too long."""
+TOO_LONG = 6.0
+FLOOD, SURPRISE = 40, 10
 THINK = 0.5
 MOST_VIOLATIONS = 50
 
@@ -60,11 +64,15 @@ class Crowd:
     async def run(self, users: int, seconds: float) -> None:
         """Let the users loose; returns when the last answer is in."""
         loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
+        end, latest = loop.time() + seconds, loop.time() + TOO_LONG * seconds
+
+        def over() -> bool:
+            now = loop.time()
+            return now >= latest or (now >= end and self.compared >= LEAST_COMPARED)
 
         async def user(number: int) -> None:
             rng = random.Random(f"{self._seed}/{number}")
-            while loop.time() < end:
+            while not over():
                 name = rng.choices(_NAMES, _WEIGHTS)[0]
                 try:
                     await HABITS[name][1](self, rng)
@@ -159,6 +167,21 @@ async def _flood(crowd: Crowd, rng: random.Random) -> None:
         crowd.note("flood", order, answer)
 
 
+async def _surprise(crowd: Crowd, rng: random.Random) -> None:
+    """Several at once whose answers are far longer than what users are used to ask for: more are
+    let in than there is room for, and some are preempted.
+    """
+    orders = []
+    for _ in range(SURPRISE):
+        body = {"prompt": "once", "max_tokens": 100, "ignore_eos": True}
+        chosen = {"seed": rng.getrandbits(32), "stream": rng.random() < 0.5}
+        orders.append(Order(COMPLETIONS, {**body, **chosen}))
+    for order, answer in zip(
+        orders, await asyncio.gather(*(crowd.ask(order) for order in orders)), strict=True
+    ):
+        crowd.note("surprise", order, answer)
+
+
 async def _talk_nonsense(crowd: Crowd, rng: random.Random) -> None:
     wrong = nonsense(rng, crowd.server)
     try:
@@ -199,6 +222,7 @@ HABITS: dict[str, tuple[float, Habit]] = {
     "leave": (14, _leave),
     "read slowly": (7, _read_slowly),
     "flood": (1, _flood),
+    "surprise": (2, _surprise),
     "talk nonsense": (9, _talk_nonsense),
     "fail": (3, _fail),
     "hurry": (5, _hurry),

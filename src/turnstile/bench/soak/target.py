@@ -27,10 +27,8 @@ FLAGS = {
     "max-model-len": 1024,
     "max-num-queued-reqs": 24,
     "stalled-reader-timeout": 10,
-    "admission": "unchecked",
 }
-"""A pool for little more than one of the largest requests, and nobody who asks whether there is
-room: somebody is preempted all the time."""
+"""A pool for little more than one of the largest requests."""
 
 
 @dataclass(frozen=True, slots=True)
