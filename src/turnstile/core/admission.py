@@ -270,14 +270,12 @@ class OutputLengths:
 
     def _totals(self) -> list[int]:
         """For outputs known to end in bucket i or later: the total length at the quantile."""
-        totals = []
-        for i in range(len(self._counts)):
-            tail = np.cumsum(self._counts[i:])
-            if tail[-1] < 1e-9:
-                totals.append(int(self._edges[-1]))
-                continue
-            j = i + int(np.searchsorted(tail, self.quantile * tail[-1]))
-            totals.append(int(self._edges[min(j, len(self._edges) - 1)]))
+        sums = np.concatenate([[0.0], np.cumsum(self._counts)])
+        before, left = sums[:-1], sums[-1] - sums[:-1]
+        last = len(self._edges) - 1
+        at = np.searchsorted(sums[1:], before + self.quantile * left)
+        at = np.where(left < 1e-9, last, np.clip(at, np.arange(last + 1), last))
+        totals: list[int] = self._edges[at].astype(np.int64).tolist()
         return totals
 
 

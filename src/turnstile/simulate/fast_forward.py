@@ -43,11 +43,17 @@ def exact_weight(weight: float) -> bool:
 
 
 class _UpToDate(AdmissionPolicy):
-    """Another policy, which finds everybody as long as they really are."""
+    """Another policy, which finds everybody as long as they really are.
+
+    It is not asked where all who run could have all they may use at the same time: then every
+    policy says yes, as none counts with more.
+    """
 
     def __init__(self, policy: AdmissionPolicy, catch_up: Callable[[], None]) -> None:
         self._policy = policy
         self._catch_up = catch_up
+        self.most = 0
+        """Pages that those who run may use in all, shared ones counted for each."""
         self.name = policy.name
         self.preempts = policy.preempts
         self.lockstep = policy.lockstep
@@ -61,12 +67,20 @@ class _UpToDate(AdmissionPolicy):
     def fits(
         self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
     ) -> bool:
+        most = self.most + pages_at_most(candidate.sequence, pool.page_size)
+        if most + reserve <= pool.num_pages:
+            return True
         self._catch_up()
         return self._policy.fits(candidate, running, pool, reserve)
 
     def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
         self._catch_up()
         return self._policy.peak(candidate, running, pool)
+
+
+def pages_at_most(sequence: Sequence, page_size: int) -> int:
+    """Pages of a sequence at its longest, one more for rounding."""
+    return -(-(sequence.num_prompt + sequence.request.max_tokens) // page_size) + 1
 
 
 class FastForward(Scheduler):
@@ -92,10 +106,11 @@ class FastForward(Scheduler):
     ) -> None:
         if config.separate_prefill or config.speculation:
             raise ValueError("Prompts alone in a step, and drafts, cannot be fast-forwarded.")
+        self._policy = _UpToDate(admission, self._catch_up)
         super().__init__(
             config,
             pool,
-            _UpToDate(admission, self._catch_up),
+            self._policy,
             queue,
             prefix_caching=prefix_caching,
             cost=cost,
@@ -258,6 +273,7 @@ class FastForward(Scheduler):
 
     def _start(self, candidate: Candidate, now: float) -> None:
         super()._start(candidate, now)
+        self._policy.most += pages_at_most(candidate.sequence, self.pool.page_size)
         self._admissions += 1
         self._awake[candidate.sequence] = self._places[candidate.sequence] = self._admissions
 
@@ -265,4 +281,5 @@ class FastForward(Scheduler):
         self._wake(sequence)
         self._awake.pop(sequence, None)
         self._places.pop(sequence, None)
+        self._policy.most -= pages_at_most(sequence, self.pool.page_size)
         super()._give_up_slot(sequence, now)
