@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 
 from core.driver import Driver, make_scheduler
@@ -17,6 +18,15 @@ def test_an_event_travels_and_comes_back_the_same() -> None:
         events.Stepped(1.5, 3, 8, 4, 2, 2, 0.01),
     ):
         assert events.decode(*events.encode(event)) == event
+
+
+def test_what_came_over_a_wire_is_an_event_again() -> None:
+    event = events.Waiting(1.0, "a", 0, events.WaitReason.PAGES)
+    kind, values = json.loads(json.dumps(events.encode(event)))
+    back = events.decode(kind, values)
+    assert isinstance(back, events.Waiting)
+    assert back.reason is events.WaitReason.PAGES
+    assert events.decode(kind, [1.0, "a", 0, "a reason of another version"]) is None
 
 
 def test_an_event_of_another_version_is_nothing() -> None:

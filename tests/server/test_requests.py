@@ -7,14 +7,28 @@ from typing import Any
 
 import pytest
 
+from server.fake_engine import FakeEngine, fake_info
 from server.served import Raw, Serve, Served, listening, until
 from turnstile.core import events
+from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.events import AnyEvent, WaitReason, encode
 from turnstile.core.fairness import QUEUE_POLICIES
+from turnstile.core.pages import PagePool
+from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine.client import EngineState, Generation
+from turnstile.engine.fake import FakeExecutor
+from turnstile.engine.loop import StepLoop
 from turnstile.engine.params import SamplingParams
-from turnstile.engine.protocol import Snapshot, StepResult
-from turnstile.server.requests import expected_order
+from turnstile.engine.protocol import (
+    Snapshot,
+    StepResult,
+    Submit,
+    decode_message,
+    encode_message,
+)
+from turnstile.server.config import ServerConfig
+from turnstile.server.requests import View, expected_order
+from turnstile.server.service import Service
 from turnstile.server.trails import Part, RequestLog, RequestTrail, SampleTrail
 from turnstile.server.usage import Record
 
@@ -329,3 +343,97 @@ def test_the_order_is_that_of_the_policy() -> None:
     assert fair[:3] == ["b0", "b1", "u"]
     assert fair[3:] == ["a0", "a1", "a2"]
     assert order("fair", trails, {"a": 0.0, "b": 480.0})[0] == "u"
+
+
+# -- with the real scheduler, over the real wire ----------------------------------------------
+
+
+class Wired:
+    """A service whose engine is the real step loop, without a model, heard over msgpack."""
+
+    def __init__(self, **sizes: int) -> None:
+        pages = sizes.pop("pages", 64)
+        engine = FakeEngine(lambda generation, sample: [70])
+        engine.info = fake_info(num_pages=pages, **sizes)
+        engine.state = EngineState.READY
+        self.now = 100.0
+        self.service = Service(ServerConfig(), engine, clock=lambda: self.now)
+        self.loop = StepLoop(
+            Scheduler(
+                SchedulerConfig(**{"max_num_batched_tokens": 64, "max_model_len": 512} | sizes),
+                PagePool(pages, 16), ADMISSION_POLICIES["guaranteed"](), QUEUE_POLICIES["fair"](),
+            ),
+            FakeExecutor(1000), 1, self._hear, lambda: self.now,
+        )  # fmt: skip
+        self._hear_as = self.service.metrics.engine._listeners  # type: ignore[attr-defined]
+
+    def _hear(self, result: StepResult) -> None:
+        message = decode_message(encode_message(result))
+        for listener in self._hear_as:
+            listener(message)
+
+    def submit(self, name: str, prompt: list[int], max_tokens: int, tenant: str = "t") -> None:
+        mine = trail(name, prompt=len(prompt), tenant=tenant, arrival=self.now)
+        assert mine.record is not None
+        mine.record.jobs[0].generation.max_tokens = max_tokens
+        self.service.requests.accepted(mine)
+        self.loop.apply(
+            Submit(name, prompt, SamplingParams(), max_tokens, 1, tenant=tenant, arrival=self.now)
+        )
+
+    def step(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.loop.step()
+            self.now += 0.1
+
+    def waits(self, name: str) -> dict[str, Any]:
+        found = View(self.service).summary(self.service.requests.find(f"cmpl-{name}")[0])
+        waits = found["waits"]
+        assert isinstance(waits, dict), found
+        return waits
+
+    def state(self, name: str) -> object:
+        return View(self.service).summary(self.service.requests.find(f"cmpl-{name}")[0])["state"]
+
+
+def test_all_reasons_of_the_scheduler_come_through() -> None:
+    wired = Wired(max_num_seqs=2)
+    for k in range(4):
+        wired.submit(f"r{k}", [k] * 10, 30)
+    wired.step(3)
+    assert [wired.state(f"r{k}") for k in range(4)] == ["decode", "decode", "queued", "queued"]
+    for name, text in (("r2", "All 2 slots are taken."), ("r3", "1 is ahead of it.")):
+        assert wired.waits(name)["reason"] == "slots"
+        assert text in wired.waits(name)["text"]
+
+
+def test_who_stands_behind_one_that_does_not_fit_says_so() -> None:
+    wired = Wired(max_num_seqs=8, pages=10, max_model_len=160)
+    wired.submit("running", [1] * 10, 100)
+    wired.submit("large", [2] * 60, 60)
+    wired.submit("small", [3] * 60, 60)
+    wired.step(3)
+    assert wired.state("running") == "decode"
+    assert wired.waits("large")["reason"] == "pages"
+    assert "of 10 pages are free" in str(wired.waits("large")["text"])
+    assert wired.waits("small")["reason"] in ("pages", "behind_head")
+    assert wired.waits("small")["position"] == 2
+
+
+def test_who_shares_a_prompt_waits_for_it_to_be_written() -> None:
+    wired = Wired(max_num_seqs=8)
+    wired.submit("writer", [1] * 200, 5)
+    wired.submit("reader", [1] * 200, 5)
+    wired.step(2)
+    assert wired.state("writer") == "prefill"
+    assert wired.waits("reader")["reason"] == "prefix"
+
+
+def test_a_tenant_that_runs_leaves_the_last_slot_to_others() -> None:
+    wired = Wired(max_num_seqs=8)
+    wired.submit("other", [9] * 10, 1, tenant="b")
+    wired.step(3)
+    for k in range(8):
+        wired.submit(f"r{k}", [k] * 10, 50, tenant="a")
+    wired.step(3)
+    assert wired.waits("r7")["reason"] == "tenant_turn"

@@ -7,7 +7,7 @@ stream. Times are seconds on the clock that was passed in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from enum import StrEnum
 
 
@@ -133,4 +133,9 @@ def decode(kind: str, values: Sequence[object]) -> AnyEvent | None:
     if known is None or len(values) != len(_FIELDS[kind]):
         return None
     event: AnyEvent = known(*values)  # type: ignore[arg-type]
+    if isinstance(event, Waiting):
+        try:
+            return replace(event, reason=WaitReason(event.reason))
+        except ValueError:
+            return None
     return event

@@ -152,7 +152,8 @@ class App:
         status = exchange.status or 499
         exchange.status = status
         self.service.metrics.responses[f"{status // 100}xx"] += 1
-        if self._logs and (exchange.path not in self._quiet or status >= 500):
+        # A probe that is told 503 repeats itself every second, and the cause has its own line.
+        if self._logs and (exchange.path not in self._quiet or status == 500):
             with contextlib.suppress(Exception):
                 log_access(exchange, time.monotonic() - exchange.started)
 

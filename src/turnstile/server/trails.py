@@ -29,24 +29,27 @@ _RATE_WINDOW = 32
 
 
 class Part(StrEnum):
-    """A part of a sample's way; the order is that of :func:`furthest_behind`."""
+    """A part of a sample's way."""
 
-    RECOVERY = "recovery"
-    """The engine died; from its last sign of life until the sample is with the next one."""
     QUEUE = "queue"
     """Waits for its first slot."""
-    PREEMPTED = "preempted"
-    """Lost its slot and pages, and waits for new ones."""
     PREFILL = "prefill"
     """Its prompt is computed."""
-    RECOMPUTE = "recompute"
-    """What it lost to a preemption or a crash is computed again."""
     DECODE = "decode"
     """One token a step."""
+    PREEMPTED = "preempted"
+    """Lost its slot and pages, and waits for new ones."""
+    RECOMPUTE = "recompute"
+    """What it lost to a preemption or a crash is computed again."""
+    RECOVERY = "recovery"
+    """The engine died; from its last sign of life until the sample is with the next one."""
 
 
 _WAITS = (Part.QUEUE, Part.PREEMPTED)
-_ORDER = {part: place for place, part in enumerate(Part)}
+_FURTHEST_BEHIND = (
+    Part.RECOVERY, Part.QUEUE, Part.PREEMPTED, Part.PREFILL, Part.RECOMPUTE, Part.DECODE,
+)  # fmt: skip
+_ORDER = {part: place for place, part in enumerate(_FURTHEST_BEHIND)}
 
 
 @dataclass(slots=True)
