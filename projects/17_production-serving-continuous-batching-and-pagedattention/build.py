@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from turnstile.cli.main import main
 
-PARTS = ("batching", "memory", "attention", "prefix")
+PARTS = ("batching", "memory", "attention", "users", "prefix", "capacity")
 
 if __name__ == "__main__":
     sys.exit(main(["lab", *PARTS, *sys.argv[1:]]))

@@ -19,6 +19,7 @@ def lab(
     html: Path | None = None,
     model: str | None = None,
     threads: int | None = None,
+    processor_time: bool = False,
 ) -> int:
     """Run parts by name; the exit code is 1 if a claim does not hold.
 
@@ -38,6 +39,9 @@ def lab(
         A model to compute with. Default: the default model.
     threads
         Compute threads. Default: from CPU affinity and the container's quota.
+    processor_time
+        Where seconds are measured, count those the processor spends on this process, on one
+        thread: what else the machine does then hardly shows.
     """
     from turnstile.lab.session import list_entries, run_parts
     from turnstile.lab.tiny import NAME
@@ -46,5 +50,9 @@ def lab(
         list_entries()
         return 0
     return run_parts(
-        None if all_parts else parts, model=NAME if tiny else model, threads=threads, html=html
+        None if all_parts else parts,
+        model=NAME if tiny else model,
+        threads=threads,
+        html=html,
+        processor_time=processor_time,
     )

@@ -1,9 +1,9 @@
 """Runs a load on a server of the lab and writes down what happened, in steps and in seconds.
 
 A server is whatever computes steps: continuous batching (:mod:`turnstile.lab.continuous`) or the
-static batcher (:mod:`turnstile.lab.static`). In a run *by steps* requests arrive at numbers of
-steps, so that who meets whom, and with it every count, is the same on every machine; in a run by
-the clock they arrive at seconds.
+static batcher (:mod:`turnstile.lab.static`). In a run by *steps* requests arrive at numbers of
+steps, so that who meets whom, and with it every count, is the same on every machine; in a run by a
+clock they arrive at seconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
@@ -19,6 +19,13 @@ from turnstile.bench.metrics import Figures, Limits, summarize
 from turnstile.bench.records import Record
 from turnstile.lab.load import Ask, Load, OpenLoad
 
+ClockKind = Literal["steps", "wall", "processor"]
+"""What a run goes by. ``processor`` is the seconds this process has computed, over all its
+threads: on one thread that is the time on a machine of one's own, whoever else is at work.
+"""
+
+STEP = 0.001
+"""Seconds of a step, where figures are made of steps."""
 _LOOK_AGAIN = 0.001
 
 
@@ -108,6 +115,7 @@ class Run:
     answers: dict[str, Answer]
     steps: list[Step]
     seconds: float
+    end_step: int
 
     def tokens(self) -> dict[str, list[int]]:
         """Every answer's tokens."""
@@ -148,9 +156,21 @@ class Run:
         """Tokens that reached somebody."""
         return sum(len(answer.tokens) for answer in self.answers.values())
 
-    def figures(self, limits: Limits | None = None) -> Figures:
-        """The figures of :mod:`turnstile.bench`, with its definitions, from the seconds."""
-        return summarize([_record(a) for a in self.answers.values()], self.seconds, limits)
+    def figures(
+        self, limits: Limits | None = None, *, by_steps: bool = False, skip: int = 0
+    ) -> Figures:
+        """The figures of :mod:`turnstile.bench`, with its definitions.
+
+        Parameters
+        ----------
+        by_steps
+            Count every step as a millisecond instead of its seconds.
+        skip
+            Leave the first so many requests to arrive out.
+        """
+        records = [_record(a, by_steps) for a in list(self.answers.values())[skip:]]
+        window = self.end_step * STEP if by_steps else self.seconds
+        return summarize(records, window, limits)
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
@@ -159,14 +179,16 @@ def percentile(values: Iterable[float], percent: float) -> float | None:
     return float(np.percentile(listed, percent)) if listed else None
 
 
-def _record(answer: Answer) -> Record:
+def _record(answer: Answer, by_steps: bool) -> Record:
+    """An answer as the load generator would have measured it."""
     done = len(answer.tokens) == answer.ask.length
+    due = answer.arrival_step * STEP if by_steps else answer.arrival_second
     return Record(
         outcome="completed" if done else "failed",
-        due=answer.arrival_second,
-        sent=answer.arrival_second,
-        ended=answer.end_second,
-        times=answer.seconds,
+        due=due,
+        sent=due,
+        ended=answer.end_step * STEP if by_steps else answer.end_second,
+        times=[step * STEP for step in answer.steps] if by_steps else answer.seconds,
         prompt_tokens=len(answer.ask.prompt),
         output_tokens=len(answer.tokens),
         wanted=answer.ask.length,
@@ -179,14 +201,16 @@ def _record(answer: Answer) -> Record:
 class _Clock:
     """Steps and seconds since the start; ``now`` is whichever the run goes by."""
 
-    def __init__(self, by_steps: bool) -> None:
-        self.by_steps = by_steps
+    def __init__(self, kind: ClockKind) -> None:
+        self.by_steps = kind == "steps"
         self.steps = 0
-        self._start = time.perf_counter()
+        self._read = time.process_time if kind == "processor" else time.perf_counter
+        self._passes = kind == "wall"
+        self._start = self._read()
 
     @property
     def second(self) -> float:
-        return time.perf_counter() - self._start
+        return self._read() - self._start
 
     @property
     def now(self) -> float:
@@ -196,40 +220,46 @@ class _Clock:
         """Nothing can run: let time pass, to ``until`` if that is known."""
         if self.by_steps:
             self.steps = self.steps + 1 if until is None else max(self.steps, int(-(-until // 1)))
+            return
+        seconds = _LOOK_AGAIN if until is None else max(0.0, until - self.second)
+        if self._passes:
+            time.sleep(seconds)
         else:
-            time.sleep(_LOOK_AGAIN if until is None else max(0.0, until - self.now))
+            self._start -= seconds  # a processor that has nothing to do counts no time
 
 
-def drive(server: Server, load: Load | Iterable[Ask], *, by_steps: bool = True) -> Run:
+def drive(server: Server, load: Load | Iterable[Ask], clock: ClockKind = "steps") -> Run:
     """Run until every request has ended."""
     source = OpenLoad(load) if isinstance(load, Iterable) else load
-    clock = _Clock(by_steps)
+    time_now = _Clock(clock)
     answers: dict[str, Answer] = {}
     steps: list[Step] = []
     while True:
-        for ask in source.due(clock.now):
+        now = time_now.now
+        for ask in source.due(now):
             # In an open loop the wait counts from the moment the request was due.
-            due = clock.second if by_steps else min(ask.arrival, clock.second)
-            answers[ask.id] = Answer(ask, clock.steps, due)
-            server.submit(ask, clock.now)
+            second = time_now.second
+            due = second if time_now.by_steps else min(ask.arrival, second)
+            answers[ask.id] = Answer(ask, time_now.steps, due)
+            server.submit(ask, now)
         upcoming = source.next_at()
         if not server.has_work:
             if upcoming is None:
-                return Run(answers, steps, clock.second)
-            clock.wait(upcoming)
+                return Run(answers, steps, time_now.second, time_now.steps)
+            time_now.wait(upcoming)
             continue
-        step = server.step(clock.now, upcoming is not None)
+        step = server.step(now, upcoming is not None)
         if step is None:
-            clock.wait(None)
+            time_now.wait(None)
             continue
         if step.computed:
-            clock.steps += 1
+            time_now.steps += 1
             steps.append(step)
         for row in step.rows:
             answer = answers[row.id]
-            _take(answer, row, clock)
+            _take(answer, row, time_now)
             if row.finish is not None:
-                source.ended(answer.ask, clock.now)
+                source.ended(answer.ask, time_now.now)
 
 
 def _take(answer: Answer, row: Row, clock: _Clock) -> None:

@@ -12,6 +12,7 @@ from turnstile.engine.config import EngineConfig
 from turnstile.engine.runner import Runner
 from turnstile.kernels import create_backend
 from turnstile.lab import tiny
+from turnstile.lab.drive import ClockKind
 from turnstile.models.decoder import Decoder
 from turnstile.text.grammar import GrammarCompiler
 
@@ -22,6 +23,13 @@ class LabModel:
 
     name: str
     decoder: Decoder
+    clock: ClockKind = "wall"
+    """What parts that measure seconds go by."""
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether seconds would say more of Python than of a model."""
+        return self.decoder.config == tiny.tiny_config()
 
     @property
     def vocab_size(self) -> int:
@@ -38,7 +46,8 @@ class LabModel:
         backend = self.decoder.backend
         millions = self.decoder.config.num_parameters / 1e6
         how = "exact" if self.exact else "not exact"
-        return f"{self.name} ({millions:.1f} M parameters) on the {backend.name} kernels, {how}"
+        text = f"{self.name} ({millions:.1f} M parameters) on the {backend.name} kernels, {how}"
+        return text if self.clock == "wall" else f"{text}; seconds are of processor time"
 
     def kv_bytes(self, tokens: int, page_size: int = 16) -> int:
         """Bytes of K and V for ``tokens`` tokens, in whole pages."""
@@ -64,22 +73,30 @@ def _no_grammars() -> GrammarCompiler:
     raise ValueError("The lab has no constrained requests.")
 
 
-def open_model(name: str | None = None, *, threads: int | None = None) -> LabModel:
+def open_model(
+    name: str | None = None, *, threads: int | None = None, processor_time: bool = False
+) -> LabModel:
     """The tiny model (``"tiny"``), or any model that can be served (None: the default one).
+
+    ``processor_time``: where seconds are measured, count those the processor spends on this
+    process, on one thread.
 
     Raises
     ------
     ModelError, BackendError
         With a sentence that says what to change.
     """
+    clock: ClockKind = "processor" if processor_time else "wall"
+    if processor_time:
+        threads = 1
     if name == tiny.NAME:
         # One thread: steps of microseconds do not get faster by a second one.
         backend = create_backend("cpu", "float32", None, True, threads or 1)
         if backend.name == "native":
             torch.set_num_threads(1)
-        return LabModel("a tiny random model", tiny.make_tiny(backend))
+        return LabModel("a tiny random model", tiny.make_tiny(backend), clock)
     config = EngineConfig(threads=threads)
     if name is not None:
         config.model = name
     loaded = load_model(config)
-    return LabModel(loaded.source.name, loaded.decoder)
+    return LabModel(loaded.source.name, loaded.decoder, clock)

@@ -46,6 +46,7 @@ def run_parts(
     model: str | None = None,
     threads: int | None = None,
     html: Path | None = None,
+    processor_time: bool = False,
 ) -> int:
     """Run the named parts (None: all of them); returns the exit code.
 
@@ -62,7 +63,7 @@ def run_parts(
         raise FileNotFoundError(2, "No such directory for the page", str(html.parent))
     console = make_console()
     began = time.perf_counter()
-    lab_model = open_model(model, threads=threads)
+    lab_model = open_model(model, threads=threads, processor_time=processor_time)
     console.print(f"[bold]The lab[/bold], on {escape(lab_model.describe())}")
     told: list[Part] = []
     for name in wanted:

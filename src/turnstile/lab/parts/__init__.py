@@ -31,6 +31,8 @@ ENTRIES = (
     Entry("memory", "A contiguous cache against pages", "memory"),
     Entry("attention", "Attention over pages, in three forms", "attention"),
     Entry("prefix", "A prefix that everybody shares", "prefix"),
+    Entry("users", "A hundred users", "users"),
+    Entry("capacity", "How many users the same memory holds", "capacity"),
     Entry("admission", "Break it: no admission control", "admission"),
     Entry("preemption", "Break it: no preemption", "admission", "run_preemption"),
     Entry("counts", "Break it: no reference counts", "counts"),
