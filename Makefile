@@ -12,7 +12,7 @@ LINKED := $(shell test -L $(VENV) && echo yes)
 .PHONY: help install serve bench soak test test-fast lint format clean
 
 help:  ## list the targets
-	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 12
+	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: $(if $(LINKED),,$(STAMP))  ## build .venv with everything and fetch the default model
 
@@ -35,6 +35,9 @@ bench: install  ## W1 to W5 against a server started for it, and the roofline; f
 
 soak: install  ## ten minutes of everything at once, three kill -9 among it; more in ARGS="--minutes 60"
 	PYTHONPATH=src $(BIN)/python -m turnstile.bench.soak $(ARGS)
+
+bench-peers: install  ## Turnstile and other servers in turns; first ARGS="--install"
+	PYTHONPATH=src $(BIN)/python scripts/bench_peers.py --directory peers $(ARGS)
 
 test: install  ## the whole suite
 	$(BIN)/python -m pytest -q

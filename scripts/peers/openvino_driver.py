@@ -1,11 +1,12 @@
 """Runs workloads on OpenVINO GenAI's continuous batching, in process; needs only its environment.
 
-    python openvino_driver.py MODEL_DIRECTORY --precision bf16 --cache-gb 4
+    python openvino_driver.py MODEL_DIRECTORY --precision bf16 --cache-gb 2
 
 Reads lines of JSON from standard input, each ``{"plan": FILE, "result": FILE}``, and answers each
 with the line ``done``; ``ready`` comes first. A plan holds ``requests`` (``[prompt ids, output
 tokens]``) and either ``users`` (a closed loop) or ``times`` (seconds, an open one). The result is a
-list of ``[due, sent, ended, times of the tokens]``, in seconds since the start, and the window.
+list of ``[due, sent, ended, times of the tokens, tokens wanted]``, in seconds since the start, and
+the window.
 
 There is no HTTP, JSON or detokenisation in what is timed: an upper bound for a server on top.
 """
@@ -25,8 +26,8 @@ class Running:
     """A request in the pipeline."""
 
     def __init__(self, handle, due, sent, wanted):
-        self.handle, self.wanted = handle, wanted
-        self.row = [due, sent, None, []]
+        self.handle = handle
+        self.row = [due, sent, None, [], wanted]
 
     def read(self, now):
         """Take the tokens that have come; returns whether it has ended."""
@@ -97,7 +98,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
     parser.add_argument("--precision", default="bf16")
-    parser.add_argument("--cache-gb", type=int, default=4)
+    parser.add_argument("--cache-gb", type=int, default=2)
     parser.add_argument("--batched-tokens", type=int, default=512)
     driver = Driver(parser.parse_args())
     driver.run({"requests": [[list(range(100, 132)), 8]] * 2, "users": 1})

@@ -189,10 +189,21 @@ async def _watch(tree: ProcessTree, peer: Peer, output: IO[str], log: Path) -> N
         watching.cancel()
 
 
-def _record(due: float, sent: float, ended: float, times: list[float]) -> Record:
-    # Prompt tokens are not told by the driver, and are the same for all peers.
+def _record(due: float, sent: float, ended: float, times: list[float], wanted: int) -> Record:
+    """One row of a driver. Prompt tokens are not told by it, and are the same for all peers."""
+    whole = len(times) == wanted
     return Record(
-        "completed", due, sent, ended, times, 0, len(times), len(times), "usage", status=200
+        "completed" if whole else "failed",
+        due,
+        sent,
+        ended,
+        times,
+        0,
+        len(times),
+        wanted,
+        "usage",
+        reason=None if whole else "another number of tokens than asked for",
+        status=200,
     )
 
 

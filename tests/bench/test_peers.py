@@ -58,7 +58,10 @@ DRIVER = """
     for line in sys.stdin:
         job = json.loads(line)
         plan = json.load(open(job["plan"]))
-        rows = [[0.0, 0.0, 0.4, [0.1 * (i + 1) for i in range(n)]] for _, n in plan["requests"]]
+        rows = [
+            [0.0, 0.0, 0.4, [0.1 * (i + 1) for i in range(n)], n] for _, n in plan["requests"]
+        ]
+        rows.append([0.0, 0.0, 0.4, [0.1], 2])
         json.dump({"rows": rows, "window": 2.0}, open(job["result"], "w"))
         print("done", flush=True)
 """
@@ -79,7 +82,8 @@ def test_a_peer_in_process_is_measured_by_its_own_times(
     peer = Peer("own", "int8", command, in_process=True)
     common = {"port": 0, "model": "", "text_seed": 0, "log": tmp_path / "own.log"}
     found = take_turn(peer, [workload], **common)["W4*"]  # type: ignore[arg-type]
-    assert (found["completed"], found["output_tokens"], found["output_throughput"]) == (3, 12, 6)
+    assert (found["completed"], found["failed"]) == (3, 1)
+    assert (found["output_tokens"], found["output_throughput"]) == (13, 6.5)
     assert found["ttft_ms"]["p50"] == pytest.approx(100)
     assert found["tpot_ms"]["p50"] == pytest.approx(100)
     broken = replace(peer, command=(sys.executable, "-c", "print('no')"))
