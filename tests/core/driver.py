@@ -241,7 +241,7 @@ class Driver:
         assert scheduler.waiting_by_reason == {}
         assert scheduler.slots.reserved == 0
         assert scheduler.slots.free == scheduler.config.max_num_seqs
-        assert not scheduler._alive
+        assert not list(scheduler._alive)
         assert not scheduler.cache._writer_of
         assert not scheduler.cache._writes
         assert not scheduler.cache._waiters

@@ -119,6 +119,26 @@ def test_a_cold_model_limits_nothing() -> None:
     assert CostModel().budget(0.001, StepCost(5, 5, 5), 512) == 512
 
 
+def test_a_prompt_that_is_computed_makes_room_before_anybody_leaves() -> None:
+    """In prefill a sequence counts in full; once it decodes beside another, it will have left
+    before the other has grown.
+    """
+    driver = Driver(make_scheduler(pages=12, max_num_batched_tokens=8, admission="guaranteed"))
+    driver.submit(Request(id="grows", prompt=(1,) * 4, max_tokens=21))
+    driver.step()
+    long = driver.submit(Request(id="long", prompt=(2,) * 20, max_tokens=5))
+    driver.step()
+    small = driver.submit(Request(id="small", prompt=(3,) * 4, max_tokens=5))
+    driver.step()
+    assert not long.decoding
+    assert small.started is None
+    while small.started is None:
+        driver.step()
+    assert long.decoding
+    assert not driver.finished
+    driver.run()
+
+
 def test_a_long_prompt_that_does_not_fit_is_matched_anew_only_when_something_has_changed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

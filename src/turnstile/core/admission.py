@@ -118,6 +118,15 @@ def check_lengths(
         )
 
 
+def check_slots(n: int, max_num_seqs: int) -> None:
+    """Raise :class:`NeverFitsError` where not all samples of a request could run at once."""
+    if n > max_num_seqs:
+        raise NeverFitsError(
+            f"n is {n} but the server runs at most {max_num_seqs} sequences at once.",
+            "max_num_seqs",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Somebody who wants to start, with what the prefix cache has for it.
@@ -305,6 +314,7 @@ __all__ = [
     "UncheckedAdmission",
     "check_fits",
     "check_lengths",
+    "check_slots",
     "decode_peak",
     "prefill_pages",
     "request_pages",

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from turnstile.core import events
-from turnstile.core.admission import AdmissionPolicy, Candidate, NeverFitsError, check_fits
+from turnstile.core.admission import AdmissionPolicy, Candidate, check_fits, check_slots
+from turnstile.core.alive import Alive
 from turnstile.core.chunking import need, prompt_budget, share_budget
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.deadlines import Deadlines
@@ -34,7 +35,7 @@ from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.preemption import VictimPolicy, choose_victim
 from turnstile.core.prefix_cache import PrefixCache
-from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
+from turnstile.core.request import FinishReason, Request, Sequence, State
 from turnstile.core.settings import SchedulerConfig as SchedulerConfig
 from turnstile.core.settings import Statistics as Statistics
 from turnstile.core.slots import Slots
@@ -77,10 +78,9 @@ class Scheduler:
         self._waiting = Waiting(queue, self._events)
         self._entrance = Entrance(config, self.slots, self._waiting, self.cache, admission)
         self._deadlines = Deadlines()
-        self._alive: dict[str, list[Sequence]] = {}
+        self._alive = Alive()
         self._ended: list[Progress] = []
         self._copies: list[tuple[int, int]] = []
-        self._arrivals = 0
 
     # -- queries ----------------------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Scheduler:
 
     def sequences(self, request_id: str) -> list[Sequence]:
         """The live samples of a request, empty if there is none."""
-        return list(self._alive.get(request_id, ()))
+        return self._alive.of(request_id)
 
     def waiting(self) -> Iterator[Sequence]:
         """Those waiting in the order they would start. For people: O(n log n)."""
@@ -114,7 +114,7 @@ class Scheduler:
 
     def audit(self) -> None:
         """Check all books against every live sequence; raises :class:`AuditError`. O(pages)."""
-        alive = [s for group in self._alive.values() for s in group]
+        alive = list(self._alive)
         self.pool.audit(s.table for s in alive)
         self._waiting.audit(alive)
         self.cache.audit(self._waiting.parked)
@@ -150,15 +150,10 @@ class Scheduler:
             The id is that of a request, or the id and index those of a sample, that is alive.
         """
         check_fits(request, self.config.max_model_len, self.pool.num_pages, self.pool.page_size)
-        if request.n > self.config.max_num_seqs:
-            raise NeverFitsError(
-                f"n is {request.n} but the server runs at most {self.config.max_num_seqs} "
-                "sequences at once.",
-                "max_num_seqs",
-            )
+        check_slots(request.n, self.config.max_num_seqs)
         fork_width = 1 if outputs or sample_index else request.n
-        self._refuse_duplicate(request.id, range(sample_index, sample_index + fork_width))
-        sequence = self._new_sequence(request, sample_index, outputs, charged)
+        self._alive.check_new(request.id, range(sample_index, sample_index + fork_width))
+        sequence = self._alive.add(request, sample_index, outputs, charged)
         sequence.fork_width = fork_width
         sequence.waiting_since = now
         self._deadlines.watch(sequence)
@@ -438,7 +433,7 @@ class Scheduler:
         partial = leader.computed % self.pool.page_size > 0
         siblings = []
         for index in range(1, 1 + self.slots.fork(leader)):
-            sibling = self._new_sequence(request, index, (), 0.0)
+            sibling = self._alive.add(request, index)
             sibling.num_cached = leader.num_cached
             sibling.started = leader.started
             sibling.keys = leader.keys[:shared]
@@ -461,22 +456,6 @@ class Scheduler:
 
     # -- inside -----------------------------------------------------------------------------------
 
-    def _refuse_duplicate(self, request_id: str, samples: range) -> None:
-        for other in self._alive.get(request_id, ()):
-            if other.index < samples.stop and samples.start < other.index + other.fork_width:
-                raise DuplicateRequestError(
-                    f"Sample {other.index} of a request with the id {request_id!r} is running "
-                    "already; an id can be used again once its request has ended."
-                )
-
-    def _new_sequence(
-        self, request: Request, index: int, outputs: Seq[int], charged: float
-    ) -> Sequence:
-        self._arrivals += 1
-        sequence = Sequence(request, index, outputs, charged=charged, arrival_order=self._arrivals)
-        self._alive.setdefault(request.id, []).append(sequence)
-        return sequence
-
     def _give_up_slot(self, sequence: Sequence, now: float) -> None:
         self.slots.give_up(sequence)
         self.queue.stop(sequence)
@@ -497,10 +476,7 @@ class Scheduler:
             self._waiting.leave(sequence)
         sequence.state = State.FINISHED
         self.queue.leave(sequence)
-        group = self._alive[request.id]
-        group.remove(sequence)
-        if not group:
-            del self._alive[request.id]
+        self._alive.remove(sequence)
         self._events.append(
             events.Finished(
                 now, request.id, sequence.index, request.tenant, str(reason),

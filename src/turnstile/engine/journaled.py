@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable
 
-from turnstile.core.admission import NeverFitsError, check_lengths
+from turnstile.core.admission import check_lengths, check_slots
 from turnstile.engine.client import (
     EngineClient,
     EngineState,
@@ -123,11 +123,7 @@ class JournaledClient(EngineClient):
         check_lengths(
             prompt_tokens, max_tokens, n, info.max_model_len, info.num_pages, info.page_size
         )
-        if n > info.max_num_seqs:
-            raise NeverFitsError(
-                f"n is {n} but the server runs at most {info.max_num_seqs} sequences at once.",
-                "max_num_seqs",
-            )
+        check_slots(n, info.max_num_seqs)
 
     def reset_prefix_cache(self) -> None:
         self._send(Control("reset_prefix_cache"))
