@@ -16,6 +16,7 @@ import pytest
 from e2e.harness import ServerProcess
 from tiny_models import make_tiny_llama
 from turnstile.engine import machine
+from turnstile.engine.worker import _offer_to_oom_killer
 
 NUM_CPUS = 8
 GIB = 2**30
@@ -247,6 +248,17 @@ def test_an_idle_server_uses_no_cpu(pinned: ServerProcess) -> None:
     before = used()
     time.sleep(2.0)
     assert used() - before <= 0.04, "two ticks of the clock in two seconds"
+
+
+@pytest.mark.parametrize(("inherited", "own"), [(0, 500), (300, 800), (900, 1000), (-500, 0)])
+def test_the_engine_offers_itself_above_whatever_the_container_set(
+    tmp_path: Path, inherited: int, own: int
+) -> None:
+    file = tmp_path / "oom_score_adj"
+    file.write_text(f"{inherited}\n")
+    _offer_to_oom_killer(file)
+    assert int(file.read_text()) == own
+    _offer_to_oom_killer(tmp_path / "not there")
 
 
 @pytest.mark.e2e

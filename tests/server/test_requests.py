@@ -275,10 +275,14 @@ def test_the_time_of_a_crash_lasts_from_the_last_sign_of_life_to_the_next_slot()
     log.engine_lost()
     log.engine_lost()
     assert running.leading().crashes == queued.leading().crashes == 1
+    assert not running.leading().waits, "no engine knows of it"
     step(
         log, events.Queued(5.0, "a", 0, "t", 14), events.Queued(5.0, "b", 0, "t", 10), epoch=2
     )  # fmt: skip
     assert queued.leading().part is Part.QUEUE
+    step(log, events.Waiting(5.5, "a", 0, WaitReason.SLOTS), epoch=2)
+    assert running.leading().waits, "with the new engine, but without a slot"
+    assert running.leading().reason is WaitReason.SLOTS
     step(log, events.Admitted(6.0, "a", 0, "t", 0, 1, 0.0), epoch=2)
     step(log, events.Decoding(6.5, "a", 0, 14), epoch=2)
     step(log, events.Finished(9.0, "a", 0, "t", "stop", 10, 8, 0, 0), epoch=2)

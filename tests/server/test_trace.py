@@ -25,7 +25,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     """The events of a trace, checked for what Perfetto needs to show them."""
     told: list[dict[str, Any]] = json.loads(path.read_text())
     for event in told:
-        assert event["ph"] in "MXCbe"
+        assert event["ph"] in "MXCbei"
         assert isinstance(event["pid"], int)
         assert event["name"]
         if event["ph"] != "M":
@@ -82,6 +82,8 @@ def test_the_parts_of_a_request_lie_within_it_and_do_not_overlap(tmp_path: Path)
     step(log, events.Finished(7.0, "a", 0, "t", "abort", 10, 2, 0, 1), epoch=2)
     log.closed("cmpl-a", "abort", 7.5)
     trace.close()
+    marks = [event for event in read(path) if event["ph"] == "i"]
+    assert [(mark["name"], mark["ts"]) for mark in marks] == [("engine lost", 4_000_000)]
     told = spans(read(path))
     assert told == {
         "queue": (0, 1_000_000),

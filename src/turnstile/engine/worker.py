@@ -35,7 +35,7 @@ from turnstile.engine.wire import Channel
 logger = logging.getLogger(__name__)
 
 _PR_SET_PDEATHSIG = 1
-_OOM_SCORE = "500"
+_OOM_SCORE, _MOST_OOM_SCORE = 500, 1000
 _LOOK_AGAIN = 0.01
 """Seconds to wait for commands after a step in which nothing could run."""
 
@@ -124,11 +124,16 @@ def _tie_to(parent: int) -> None:
         os._exit(1)
 
 
-def _offer_to_oom_killer() -> None:
-    """When memory runs out this process goes first: it can be replaced, the connections cannot."""
+def _offer_to_oom_killer(own: Path = Path("/proc/self/oom_score_adj")) -> None:
+    """When memory runs out this process goes first: it can be replaced, the connections cannot.
+
+    What is there is the API process's, inherited. A container may have set that high already: a
+    fixed value could be lower.
+    """
     try:
-        Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
-    except OSError as error:
+        inherited = int(own.read_text())
+        own.write_text(str(min(_MOST_OOM_SCORE, inherited + _OOM_SCORE)))
+    except (OSError, ValueError) as error:
         logger.debug("Cannot raise the OOM score: %s", error)
 
 

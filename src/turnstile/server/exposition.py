@@ -4,6 +4,7 @@ and under vLLM's.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -89,14 +90,33 @@ def _family(
     return family
 
 
-def render(metrics: Metrics, *, vllm: bool, accept: str) -> tuple[bytes, str]:
-    """The exposition text and its content type, as the scraper's ``Accept`` header likes it."""
+async def render(metrics: Metrics, *, vllm: bool, accept: str) -> tuple[bytes, str]:
+    """The exposition text and its content type, as the scraper's ``Accept`` header likes it.
+
+    The values are taken at once; they are written down in a thread, so that streams go on.
+    """
+    families = list(Collector(metrics, vllm=vllm).collect())
+    return await asyncio.to_thread(_encode, families, accept)
+
+
+class _Collected:
+    """Families as a collector of themselves."""
+
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Metric]:
+        """Hand them out."""
+        return iter(self._families)
+
+
+def _encode(families: list[Metric], accept: str) -> tuple[bytes, str]:
     from prometheus_client import CollectorRegistry
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.process_collector import ProcessCollector
 
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(Collector(metrics, vllm=vllm))
+    registry.register(_Collected(families))
     ProcessCollector(registry=registry)
     encoder, content_type = choose_encoder(accept)
     return encoder(registry), content_type

@@ -76,7 +76,7 @@ async def version(service: Service, exchange: Exchange) -> None:
 async def metrics(service: Service, exchange: Exchange) -> None:
     """Expose the metrics to Prometheus."""
     accept = (exchange.header(b"accept") or b"").decode("latin-1")
-    body, kind = render_metrics(
+    body, kind = await render_metrics(
         service.metrics, vllm=service.config.metrics_compat == "vllm", accept=accept
     )
     await exchange.respond(body, content_type=kind.encode())

@@ -247,15 +247,18 @@ class Metrics:
             )
             self.request_largest_output.observe(counts["largest_output"])
             self.request_computed_tokens.observe(counts["prompt_tokens"] - counts["cached_tokens"])
-        _book(self._of_tenant(trail.tenant), counts)
+        books = self._of_tenant(trail.tenant)
+        _book(books, counts["prompt_tokens"], counts["output_tokens"])
 
     def by_tenant(self, place: int) -> dict[str, float]:
         """Prompt tokens (0), output tokens (1) or requests (2) by tenant, those alive included."""
         totals = {name: list(books) for name, books in self._tenants.items()}
         for trail in self.requests.alive():
-            name = trail.tenant
-            known = name in totals or len(totals) <= MAX_TENANTS
-            _book(totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 3), trail.tokens())
+            name, record = trail.tenant, trail.record
+            if record is not None:
+                known = name in totals or len(totals) <= MAX_TENANTS
+                books = totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 3)
+                _book(books, record.num_prompt, record.num_output)
         return {name: books[place] for name, books in totals.items()}
 
     def _of_tenant(self, name: str) -> list[float]:
@@ -264,7 +267,7 @@ class Metrics:
         return self._tenants.setdefault(name, [0.0, 0.0, 0.0])
 
 
-def _book(books: list[float], counts: dict[str, int]) -> None:
-    books[0] += counts["prompt_tokens"]
-    books[1] += counts["output_tokens"]
+def _book(books: list[float], prompt: int, output: int) -> None:
+    books[0] += prompt
+    books[1] += output
     books[2] += 1

@@ -170,7 +170,7 @@ class View:
         sample = trail.leading()
         if sample.ended is not None:
             return None
-        if sample.part is Part.RECOVERY:
+        if sample.part is Part.RECOVERY and not sample.handed_over:
             return {
                 "reason": "engine",
                 "text": "The engine died and is being brought back; nothing of the answer is lost.",

@@ -165,6 +165,10 @@ class Trace:
             track = f"{trail.answer_id} {engine_id}/{index}"
             self._span(track, trail.id, trail.arrived, trail.ended, about)
 
+    def engine_lost(self, now: float) -> None:
+        """The engine died: a mark across all tracks."""
+        self._add(ph="i", pid=_ENGINE, tid=0, s="g", name="engine lost", ts=self._us(now))
+
     def _span(
         self, track: str, name: str, began: float, ended: float, args: dict[str, object]
     ) -> None:

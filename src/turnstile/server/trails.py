@@ -58,6 +58,7 @@ class SampleTrail:
 
     ``spent`` are the seconds in each part that is over; ``since`` is when the one it is in began.
     ``reason`` is why it waits, while it does. ``slotted``: it has had a slot.
+    ``handed_over``: the engine that runs now knows of it.
     """
 
     part: Part = Part.QUEUE
@@ -65,6 +66,7 @@ class SampleTrail:
     spent: dict[Part, float] = field(default_factory=dict)
     reason: WaitReason = WaitReason.QUEUED
     slotted: bool = False
+    handed_over: bool = True
     finish: str | None = None
     ended: float | None = None
     preemptions: int = 0
@@ -74,8 +76,9 @@ class SampleTrail:
 
     @property
     def waits(self) -> bool:
-        """Whether it is alive and has no slot."""
-        return self.ended is None and self.part in _WAITS
+        """Whether it is alive, with the engine, and has no slot."""
+        lost = self.part is Part.RECOVERY and self.handed_over
+        return self.ended is None and (self.part in _WAITS or lost)
 
     def move(self, part: Part, now: float) -> None:
         """Enter the next part; what is over is booked."""
@@ -208,6 +211,9 @@ class Observer(Protocol):
     def request_ended(self, trail: RequestTrail) -> None:
         """A request has ended, and its trail is closed."""
 
+    def engine_lost(self, now: float) -> None:
+        """The engine is gone since ``now``."""
+
 
 class RequestLog:
     """All requests that are alive, and the last ones that ended.
@@ -308,12 +314,15 @@ class RequestLog:
             return
         self._lost = True
         self._starts.clear()
+        if self.observer is not None and self.heard is not None:
+            self.observer.engine_lost(self.heard)
         for trail in self._alive.values():
             for key, sample in trail.samples.items():
                 if sample.ended is None:
                     at = max(self.heard or 0.0, sample.since)
                     self._move(trail, key, Part.RECOVERY, at)
                     sample.crashes += 1
+                    sample.handed_over = False
                     trail.note(at, "engine_lost")
 
     def _apply(self, trail: RequestTrail, event: events.Event) -> None:
@@ -333,6 +342,7 @@ class RequestLog:
             case events.Queued():
                 sample.expected = event.tokens
                 sample.reason = WaitReason.QUEUED
+                sample.handed_over = True
                 if sample.part is Part.RECOVERY and not sample.slotted:
                     self._move(trail, key, Part.QUEUE, now)
                 trail.note(now, "queued", tokens=event.tokens)
