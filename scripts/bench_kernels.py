@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from turnstile.kernels.base import FlatBatch
+from turnstile.kernels.base import FlatBatch, Opaque
 from turnstile.kernels.native import NativeBackend
 from turnstile.models.config import ModelConfig
 from turnstile.models.decoder import Decoder
@@ -80,6 +80,27 @@ def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
     )
 
 
+def fill(decoder: Decoder, batch: FlatBatch, kv: Opaque) -> None:
+    """Write every context, as a prompt of random tokens: a page that was never written is a page
+    of zeros that all share, and reading it costs nothing.
+    """
+    random = np.random.default_rng(1)
+    for row, offset in enumerate(batch.query_offsets[:-1]):
+        count = int(batch.positions[offset])
+        if count:
+            prompt = FlatBatch(
+                PAGE,
+                random.integers(0, decoder.config.vocab_size, count).astype(np.int32),
+                np.arange(count, dtype=np.int32),
+                np.zeros(count, np.int32),
+                batch.page_tables[row : row + 1],
+                np.array([0, count], np.int32),
+                np.array([count], np.int32),
+                np.array([count - 1], np.int32),
+            )
+            decoder.forward(prompt, kv)
+
+
 def product_operations(config: ModelConfig, batch: FlatBatch) -> float:
     """Two for each multiply-add of all matrix products."""
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -96,6 +117,7 @@ def measure(decoder: Decoder, shape: Shape, repeat: int) -> tuple[float, dict[st
     batch = make_batch(shape, decoder.config.vocab_size, num_pages)
     backend = decoder.backend
     assert isinstance(backend, NativeBackend)
+    fill(decoder, batch, kv)
     steps, after = [], []
     parts: dict[str, list[float]] = {}
     for round_number in range(repeat + 2):

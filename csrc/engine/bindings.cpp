@@ -123,6 +123,8 @@ Layer* make_layer(Engine& engine, const FloatVector& input_norm, const FloatMatr
 }  // namespace
 
 NB_MODULE(turnstile_kernels, m) {
+  // A model held in a global of the user's program is alive at exit: no fault, no reason to be loud.
+  nb::set_leak_warnings(false);
   m.doc() = "Native CPU kernels of Turnstile.";
   m.attr("__version__") = "0.1.0";
   m.def("levels", &available_levels, "Instruction set levels this processor runs, best first.");
