@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.driver import Driver, make_scheduler
+from core.driver import Driver, make_scheduler, solo
 from turnstile.core.admission import NeverFitsError, decode_peak
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.entrance import Entrance
@@ -136,6 +136,22 @@ def test_a_prompt_that_is_computed_makes_room_before_anybody_leaves() -> None:
         driver.step()
     assert long.decoding
     assert not driver.finished
+    driver.run()
+
+
+def test_what_a_stream_publishes_makes_room_for_the_next_turn_of_the_conversation() -> None:
+    driver = Driver(make_scheduler(pages=8, admission="guaranteed"))
+    first = Request(id="first", prompt=(1,) * 4, max_tokens=20)
+    speaking = driver.submit(first)
+    driver.step()
+    prompt = (*first.prompt, *solo(first)[:12], 9)
+    following = driver.submit(Request(id="next", prompt=prompt, max_tokens=4))
+    driver.step()
+    assert following.started is None
+    while following.started is None:
+        driver.step()
+    assert speaking.num_outputs < 20, "it did not have to wait for the end"
+    assert following.num_cached >= 12
     driver.run()
 
 

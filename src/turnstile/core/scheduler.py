@@ -379,13 +379,12 @@ class Scheduler:
         if outcome.error is not None:
             return self.fail(sequence, outcome.error, now)
         before = sequence.computed
-        rejected = len(chunk.drafts) + 1 - len(outcome.tokens) if chunk.drafts else 0
-        sequence.computed = chunk.end - rejected
+        sequence.computed = chunk.end
         sequence.drafts = ()
         if sequence.catching_up and need(sequence) <= 1:
             self.slots.changes += 1
         if chunk.drafts:
-            # Accepted drafts are tokens now, but the last draw is not computed yet.
+            # What was rejected was computed in vain: the pages hold it until it is written over.
             return [self._extend(sequence, outcome.tokens, before, now)]
         self._waiting.wake(self.cache.publish(sequence, before), now)
         if chunk.end == sequence.total and sequence.request.max_tokens == 0:
