@@ -37,7 +37,7 @@ from turnstile.bench.arrivals import ClosedLoop
 from turnstile.bench.client import RemoteTokenizer, ServerError, first_model
 from turnstile.bench.corpus import Prose
 from turnstile.bench.drive import Driver, Run
-from turnstile.bench.http import Server
+from turnstile.bench.http import Pool, Response, Server
 from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.bench.metrics import records_of
 from turnstile.bench.plan import Planned, plan
@@ -47,6 +47,7 @@ TENANTS = '[tenants.a]\nkeys = ["key-a"]\n[tenants.b]\nkeys = ["key-b"]\n'
 START_S = 120.0
 STOP_S = 20.0
 LIMIT = 1.5
+GATE = ("predictions", "covered_predictions", "predicted_seconds", "actual_seconds")
 
 USER = Workload("user", "tenant A", 400, Uniform(32, 96), Fixed(16), users=1)
 
@@ -71,15 +72,26 @@ def scenarios(neighbours: int, prompt: int) -> list[Scenario]:
 
 @dataclass
 class Felt:
-    """What A's user felt in all rounds, in seconds; `waiting` got no token before the end."""
+    """What A's user felt in all rounds, in seconds; `waiting` got no token before the end.
+
+    `gate` are its predictions of waits and of TTFT, of everybody: how many, how many within their
+    90th percentile, predicted and actual seconds.
+    """
 
     ttft: list[float] = field(default_factory=list)
     itl: list[float] = field(default_factory=list)
     waiting: int = 0
     refused: int = 0
     neighbour_tokens: float = 0.0
+    gate: dict[str, list[float]] = field(default_factory=dict)
 
-    def add(self, run: Run, neighbours: Run) -> None:
+    def add(self, run: Run, neighbours: Run, metrics: str) -> None:
+        for quantity in ("wait", "ttft"):
+            sums = self.gate.setdefault(quantity, [0.0] * len(GATE))
+            for place, name in enumerate(GATE):
+                label = f'turnstile_gate_{name}_total{{quantity="{quantity}"}} '
+                found = [line for line in metrics.splitlines() if line.startswith(label)]
+                sums[place] += float(found[0].rsplit(" ", 1)[1])
         for record in records_of(run):
             if record.times:
                 self.ttft.append(record.times[0] - record.due)
@@ -146,8 +158,8 @@ async def cut(workload: Workload, server: Server, model: str, text_seed: int) ->
 
 async def measure(
     url: str, scenario: Scenario, options: argparse.Namespace, text_seed: int, log: Path
-) -> tuple[Run, Run]:
-    """The runs of A's user and of B's; B begins `--warmup` seconds earlier."""
+) -> tuple[Run, Run, str]:
+    """The runs of A's user and of B's, which begins `--warmup` seconds earlier; the metrics."""
     user, neighbours = Server.parse(url, "key-a"), Server.parse(url, "key-b")
     model = await ready(user, log)
     asks, floods = [await cut(w, user, model, text_seed) for w in (USER, scenario.neighbours)]
@@ -159,7 +171,15 @@ async def measure(
     crowd = asyncio.create_task(others.run())
     await asyncio.sleep(warmup)
     felt = await one.run()
-    return felt, await crowd
+    run = await crowd
+    return felt, run, (await get(user, "/metrics")).decode()
+
+
+async def get(server: Server, path: str) -> bytes:
+    pool, answer = Pool(server), Response()
+    await pool.send(server.request("GET", path), answer)
+    pool.close()
+    return answer.body
 
 
 def table(results: dict[str, Felt]) -> str:
@@ -182,6 +202,12 @@ def table(results: dict[str, Felt]) -> str:
             lines.append(f"{'':<14}{felt.waiting} of them without a token at the end of the round")
         if felt.refused:
             lines.append(f"{'':<14}{felt.refused} more refused or failed")
+        for quantity, (made, covered, predicted, actual) in felt.gate.items():
+            if made:
+                lines.append(
+                    f"{'':<14}gate, {quantity} of everybody: {made:.0f} predictions, "
+                    f"{covered / made:.2f} within p90, predicted ÷ actual {predicted / actual:.2f}"
+                )
     return "\n".join(lines)
 
 
@@ -217,10 +243,9 @@ def main() -> int:
                     serving(scenario.policy, options.options, log) as url,
                     asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
                 ):
-                    felt, neighbours = runner.run(
-                        measure(url, scenario, options, text_seed=number, log=log)
+                    results[scenario.name].add(
+                        *runner.run(measure(url, scenario, options, text_seed=number, log=log))
                     )
-                results[scenario.name].add(felt, neighbours)
     print("One user of tenant A beside tenant B; milliseconds, × is p99 over the baseline's p99")
     print(table(results))
     base = results["baseline"]
