@@ -73,6 +73,31 @@ def test_a_predicted_wait_over_the_bound_is_refused_and_says_how_long_it_is(serv
     asyncio.run(scenario())
 
 
+def test_nobody_tokenizes_what_is_refused_anyway(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serve(max_num_seqs=1, config={"max_num_queued_reqs": 0}) as served:
+            served.engine.held = True
+            running = asyncio.create_task(served.complete())
+            await until(lambda: gate_of(served).load == 1)
+
+            def never(*_: Any, **__: Any) -> Any:
+                raise AssertionError("it was tokenized")
+
+            monkeypatch.setattr("turnstile.server.completions.completion_prompts", never)
+            monkeypatch.setattr("turnstile.server.chat.render_chat", never)
+            for answer in (await served.complete(), await served.chat()):
+                assert answer.status_code == 503
+                assert answer.json()["error"]["code"] == "engine_overloaded"
+            assert (await served.complete(temperature=-1)).status_code == 400
+            assert gate_of(served).load == 1
+            served.engine.held = False
+            assert (await running).status_code == 200
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize("ending", ["cancel", "error", "stop", "timeout", "unavailable"])
 def test_every_ending_gives_the_place_back(serve: Serve, ending: str) -> None:
     async def scenario() -> None:

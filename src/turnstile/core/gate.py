@@ -171,16 +171,11 @@ class Gate:
         All of ``works`` belong to one tenant. Its own limits are looked at first.
         """
         expected = [self._crowd.expected(work) for work in works]
-        tokens = [w.prompt_tokens + w.n * e for w, e in zip(works, expected, strict=True)]
-        meter = self._meter(works[0], now)
-        if meter is not None:
-            self._check_tenant(meter, works, sum(tokens), now)
-        queued = self._queued(works, expected)
-        if queued > 0:
-            self._check_bounds(works, queued, now)
-        estimate = self._check_wait(works, expected, queued, now)
+        estimate = self.check(works, now)
         reserved = [0.0] * len(works)
+        meter = self._meters.get(works[0].tenant)
         if meter is not None:
+            tokens = _tokens(works, expected)
             reserved = meter.enter(tokens, sum(work.n for work in works), now)
         places = []
         for work, outputs, taken in zip(works, expected, reserved, strict=True):
@@ -192,6 +187,21 @@ class Gate:
         return places
 
     # -- the checks -------------------------------------------------------------------------------
+
+    def check(self, works: Sequence[Work], now: float) -> Estimate | None:
+        """Raise :class:`Refused` where :meth:`enter` would; reserve nothing.
+
+        A request whose cost is not known yet is looked at as the least it could be: whoever is
+        refused then need not be tokenized. Returns the estimate for the last of ``works``.
+        """
+        expected = [self._crowd.expected(work) for work in works]
+        meter = self._meter(works[0], now)
+        if meter is not None:
+            self._check_tenant(meter, works, sum(_tokens(works, expected)), now)
+        queued = self._queued(works, expected)
+        if queued > 0:
+            self._check_bounds(works, queued, now)
+        return self._check_wait(works, expected, queued, now)
 
     def _meter(self, work: Work, now: float) -> Meter | None:
         meter = self._meters.get(work.tenant)
@@ -404,6 +414,10 @@ class Gate:
             # An engine whose last request was cancelled says nothing more: all is free.
             free = self.config.kv_tokens
             self.view = replace(self.view, free_tokens=free, prefill_tokens=0)
+
+
+def _tokens(works: Sequence[Work], expected: Sequence[float]) -> list[float]:
+    return [w.prompt_tokens + w.n * e for w, e in zip(works, expected, strict=True)]
 
 
 def _clamped(seconds: float) -> float:

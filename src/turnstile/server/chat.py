@@ -9,6 +9,7 @@ from turnstile.server.completions import make_head, make_wishes
 from turnstile.server.errors import ApiError, bad_request, unsupported
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import ChatFrames
+from turnstile.server.gate import knock
 from turnstile.server.generation import Answer, Order, make_jobs
 from turnstile.server.grammar import grammar_of
 from turnstile.server.json_body import decode
@@ -27,12 +28,14 @@ _COST_OF_A_MESSAGE = 64
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation."""
-    model, _ = service.require_model()
+    model, gate = service.require_model()
     config = service.config
     request = decode(await exchange.json_body(service.bodies), ChatRequest)
     exchange.watch()
     model.check_name(request.model)
     params = make_params(request, model, config)
+    priority = priority_of(request, exchange.tenant)
+    knock(gate, exchange.tenant, priority, params.n, service.clock())
     params.grammar = await grammar_of(request)
     deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
     wishes = make_wishes(
@@ -47,7 +50,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         params=params,
         default_max_tokens=None,
         deadline=deadline,
-        priority=priority_of(request, exchange.tenant),
+        priority=priority,
         cache_salt=request.cache_salt,
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))

@@ -8,6 +8,7 @@ import uuid
 from turnstile.server.errors import bad_request, unsupported
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import CompletionFrames, Head, Wishes
+from turnstile.server.gate import knock
 from turnstile.server.generation import Answer, Order, make_jobs
 from turnstile.server.grammar import grammar_of
 from turnstile.server.json_body import decode
@@ -21,7 +22,7 @@ from turnstile.server.usage import Record
 
 async def completions(service: Service, exchange: Exchange) -> None:
     """Complete one prompt or many."""
-    model, _ = service.require_model()
+    model, gate = service.require_model()
     config = service.config
     request = decode(await exchange.json_body(service.bodies), CompletionRequest)
     exchange.watch()
@@ -29,6 +30,8 @@ async def completions(service: Service, exchange: Exchange) -> None:
     if request.suffix:
         raise unsupported("suffix is not supported.", "suffix")
     params = make_params(request, model, config)
+    priority = priority_of(request, exchange.tenant)
+    knock(gate, exchange.tenant, priority, params.n, service.clock())
     params.grammar = await grammar_of(request)
     keep = _best_of(request, params.n)
     if keep is not None:
@@ -39,7 +42,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
         params=params,
         default_max_tokens=config.default_max_tokens,
         deadline=deadline,
-        priority=priority_of(request, exchange.tenant),
+        priority=priority,
         cache_salt=request.cache_salt,
         echo=bool(request.echo),
         keep=keep,

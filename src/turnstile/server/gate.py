@@ -68,12 +68,26 @@ def make_work(generation: Generation, tenant: Tenant) -> Work:
     )
 
 
-def enter(gate: Gate, works: Sequence[Work], now: float) -> list[Place]:
+def knock(gate: Gate, tenant: Tenant, priority: int, n: int, now: float) -> None:
+    """Refuse what would be refused whatever its prompt is, before anybody tokenizes it or compiles
+    its grammar: being overloaded must not cost much.
+    """
+    work = Work(
+        tenant=tenant.name, weight=tenant.weight, priority=priority, limits=tenant.limits,
+        prompt_tokens=0, max_tokens=1, n=n,
+    )  # fmt: skip
+    try:
+        gate.check([work], now)
+    except Refused as refused:
+        raise _answer(gate, tenant, refused, now) from None
+
+
+def enter(gate: Gate, tenant: Tenant, works: Sequence[Work], now: float) -> list[Place]:
     """:meth:`Gate.enter`, with a refusal as the answer the client gets."""
     try:
         return gate.enter(works, now)
     except Refused as refused:
-        raise _answer(works[0].tenant, refused) from None
+        raise _answer(gate, tenant, refused, now) from None
 
 
 def rate_limits(gate: Gate, tenant: Tenant, now: float) -> Headers:
@@ -101,22 +115,24 @@ _OWN_LIMITS = {
 }
 
 
-def _answer(tenant: str, refused: Refused) -> ApiError:
+def _answer(gate: Gate, tenant: Tenant, refused: Refused, now: float) -> ApiError:
+    headers = rate_limits(gate, tenant, now)
     if refused.reason not in TENANT_REASONS:
-        return _overloaded(refused)
+        return _overloaded(refused, headers)
     limit = _OWN_LIMITS[refused.reason].format(bound=refused.bound)
     never = refused.retry_after is None
     return ApiError(
         429,
-        f"{tenant} {limit} ({refused.reason}), and this request "
+        f"{tenant.name} {limit} ({refused.reason}), and this request "
         + ("alone is more. Split it." if never else "would be more. Try again later."),
         code="rate_limit_exceeded",
         retry_after=refused.retry_after,
         should_retry=not never,
+        headers=headers,
     )
 
 
-def _overloaded(refused: Refused) -> ApiError:
+def _overloaded(refused: Refused, headers: Headers) -> ApiError:
     waiting = f"{refused.waiting} requests and {refused.waiting_tokens} prompt tokens wait"
     if refused.retry_after is None:
         message = (
@@ -139,6 +155,7 @@ def _overloaded(refused: Refused) -> ApiError:
         code="engine_overloaded",
         kind="overloaded",
         retry_after=refused.retry_after,
+        headers=headers,
     )
 
 
@@ -148,6 +165,7 @@ __all__ = [
     "Place",
     "Work",
     "enter",
+    "knock",
     "make_gate",
     "make_work",
     "rate_limits",

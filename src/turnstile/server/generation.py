@@ -197,11 +197,9 @@ class Answer:
         now = service.clock()
         tenant = self._exchange.tenant
         works = [make_work(job.generation, tenant) for job in jobs]
-        try:
-            places = enter(gate, works, now)
-        finally:
-            if tenant.limits.any:
-                self._exchange.common_headers += rate_limits(gate, tenant, now)
+        places = enter(gate, tenant, works, now)
+        if tenant.limits.any:
+            self._exchange.common_headers += rate_limits(gate, tenant, now)
         for job, place in zip(jobs, places, strict=True):
             job.place = place
         self._record.accepted = now
