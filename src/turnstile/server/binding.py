@@ -11,6 +11,9 @@ from pathlib import Path
 from turnstile.server.config import ConfigError, ServerConfig
 
 _BACKLOG = 2048
+_UNSENT = 64 << 10
+"""Bytes the kernel takes from us beyond what the reader has room for. Its default grows to
+megabytes a connection: a thousand stalled readers would cost gigabytes, and be noticed late."""
 
 
 class BindError(ConfigError):
@@ -38,6 +41,8 @@ def _bind_tcp(config: ServerConfig) -> socket.socket:
         raise BindError(f"--host {host} is no address of this machine.") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_NOTSENT_LOWAT"):  # connections inherit it
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT)
     try:
         listener.bind(address)
     except OSError as error:
