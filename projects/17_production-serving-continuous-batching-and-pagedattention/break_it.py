@@ -14,7 +14,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "src"))
 
 from turnstile.cli.main import main
 
-PARTS = ("admission", "preemption", "counts", "flood", "long-prompt", "batching", "policies")
+PARTS = (
+    "admission",
+    "preemption",
+    "counts",
+    "flood",
+    "long-prompt",
+    "batching",
+    "policies",
+    "forecast",
+)
 
 if __name__ == "__main__":
     sys.exit(main(["lab", *PARTS, *sys.argv[1:]]))

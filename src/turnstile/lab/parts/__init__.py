@@ -39,6 +39,7 @@ ENTRIES = (
     Entry("flood", "Break it: no fairness under a flood", "flood"),
     Entry("long-prompt", "Break it: no chunks under a long prompt", "long_prompt"),
     Entry("policies", "Orca, vLLM and ours, in the same bytes", "policies"),
+    Entry("forecast", "How far admission should look ahead", "policies", "run_forecast"),
 )
 """Every part."""
 

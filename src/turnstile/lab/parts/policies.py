@@ -6,17 +6,19 @@ import numpy as np
 
 from turnstile.bench.arrivals import gamma
 from turnstile.bench.lengths import Lognormal, Uniform
+from turnstile.core.admission import ExpectedAdmission
 from turnstile.lab.drive import percentile
 from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.parts.common import Outcome, compare
-from turnstile.lab.policies import GUARANTEED, ORCA, TURNSTILE, VLLM
+from turnstile.lab.policies import GUARANTEED, ORCA, TURNSTILE, VLLM, Policy
 from turnstile.lab.story import Part, Plot, Series, Table, share
 
 REQUESTS = 240
 LONGEST = 128
 MAX_TOKENS = 104
 MEMORY = 8 * LONGEST
+QUANTILES = (0.95, 0.8, 0.65, 0.5, 0.35, 0.2)
 RATE = 1.2
 """Requests a step."""
 
@@ -70,6 +72,71 @@ def run(model: LabModel, part: Part) -> None:
         """Why: a reservation for the longest answer is mostly empty; a promise to everybody that
         fits now is broken later, at the price of work done twice. Measured lengths tell how many
         can start with a promise that mostly holds."""
+    )
+
+
+def run_forecast(model: LabModel, part: Part) -> None:
+    """How far to look ahead: the quantile of past lengths that admission counts on."""
+    outcomes = compare(
+        model, (_forecasting(quantile) for quantile in QUANTILES), _asks(model),
+        memory_tokens=MEMORY, max_model_len=LONGEST, slots=48, budget=96,
+    )  # fmt: skip
+    part.say(
+        f"""The same {REQUESTS} requests. Admission forecasts every answer at a quantile of those
+        that its tenant got before. A high one lets fewer start, and nobody is ever thrown out; a
+        low one fills the memory, and pays with work done twice and with streams that stop while
+        their request waits to be computed again."""
+    )
+    rows = [
+        (
+            f"{100 * quantile:.0f} %", o.run.peak_sequences, len(o.run.steps), o.run.preemptions,
+            o.recomputed, percentile((a.wait for a in o.run.answers.values()), 99),
+            sum(a.longest_gap > 1 for a in o.run.answers.values()),
+        )
+        for quantile, o in zip(QUANTILES, outcomes, strict=True)
+    ]  # fmt: skip
+    part.show(
+        Table(
+            "What the forecast costs and saves",
+            ("quantile", "at once", "steps", "preempted", "twice", "first p99", "stopped"),
+            tuple(rows),
+            note="Twice: tokens computed again. First p99: steps to the first token. Stopped: "
+            "streams that stood still in the middle. The server's default is 50 %.",
+        )
+    )
+    part.show(
+        Plot(
+            "Steps, and tokens computed twice",
+            "quantile",
+            "steps, tokens",
+            (
+                Series("steps", [], [len(o.run.steps) for o in outcomes]),
+                Series("computed twice", [], [o.recomputed for o in outcomes]),
+            ),
+            form="bars",
+            labels=tuple(f"{100 * quantile:.0f} %" for quantile in QUANTILES),
+        )
+    )
+    cautious, default, bold = (outcomes[QUANTILES.index(q)] for q in (0.8, 0.5, 0.2))
+    part.claim(
+        f"The median is done in {len(default.run.steps)} steps where 80 % takes "
+        f"{len(cautious.run.steps)}, and computes {default.recomputed:,} tokens twice where 20 % "
+        f"computes {bold.recomputed:,}.",
+        len(default.run.steps) < 0.85 * len(cautious.run.steps)
+        and default.recomputed < 0.25 * bold.recomputed,
+    )
+    if model.exact:
+        part.claim(
+            "However often a request is thrown out, its tokens are the same.",
+            all(o.run.tokens() == default.run.tokens() for o in outcomes),
+        )
+
+
+def _forecasting(quantile: float) -> Policy:
+    return TURNSTILE.but(
+        f"{100 * quantile:.0f} %",
+        f"answers forecast at the {100 * quantile:.0f} % quantile",
+        admission=lambda: ExpectedAdmission(quantile),
     )
 
 
