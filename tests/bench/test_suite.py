@@ -79,7 +79,8 @@ def test_shares_come_from_the_server_s_steps_and_lengths(
             respond(writer, 200, text)
         return path in ("/server_info", "/metrics")
 
-    measured = iter((PEAKS, Peaks("avx512", "int8", 2, 900.0, 4000.0)))
+    first, then = (Peaks("avx512", "int8", 2, 1e15, b) for b in (1e15, 4e15))
+    measured = iter((first, then))
     monkeypatch.setattr(suite_module, "measure_peaks", lambda form, threads: next(measured))
     monkeypatch.setattr(FakeServer, "tell", tell)
     workload = choose("W4", requests=2, prompt=Fixed(4), output=Fixed(3))
@@ -94,8 +95,12 @@ def test_shares_come_from_the_server_s_steps_and_lengths(
     seconds = result["workloads"][0]["median"]["duration_s"]
     roofline = result["workloads"][0]["roofline"]
     assert roofline["operations_per_s"] == pytest.approx(wanted.operations / seconds)
-    assert roofline["bandwidth_share"] == pytest.approx(wanted.num_bytes / seconds / 4000)
-    assert "Roofline (int8, avx512, 2 threads)" in suite_table(result)
+    assert roofline["bandwidth_share"] == pytest.approx(wanted.num_bytes / seconds / 4e15)
+    printed = suite_table(result)
+    assert "Roofline (int8, avx512, 2 threads)" in printed
+    assert "over 100 %" not in printed
+    roofline["bandwidth_share"] = 1.5
+    assert "over 100 %" in suite_table(result)
 
 
 def test_another_server_is_measured_without_a_roofline(

@@ -17,7 +17,7 @@ def suite(
     *,
     url: Annotated[str | None, Parameter(name=["--url", "--base-url"])] = None,
     server_pid: int | None = None,
-    serve: str = "",
+    serve: Annotated[str, Parameter(allow_leading_hyphen=True)] = "",
     workload: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     num_prompts: int | None = None,
     request_rate: float | None = None,
