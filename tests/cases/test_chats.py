@@ -267,6 +267,7 @@ def test_b69_the_real_model_answers_in_json(real: ServerProcess) -> None:
         "type": "object",
         "properties": {"name": {"type": "string", "maxLength": 20}, "age": {"enum": [1, 40]}},
         "required": ["name", "age"],
+        "additionalProperties": False,
     }
     said = real.chat(
         "Invent a person.", response_format=shape(person), max_tokens=200, temperature=0
