@@ -1,10 +1,10 @@
 """Checks that the documents are true where a machine can tell.
 
-Relative links and their anchors lead somewhere; the `make` targets, `turnstile` verbs and
-`turnstile serve` flags that are named exist; nothing that is tracked holds an absolute path of
-somebody's machine or names a package registry's host; what is generated (the page of metrics,
-the dashboard, the alert rules) is current, and every alert has its section. Files and functions
-over the size gate are reported, and fail nothing.
+Relative links and their anchors lead somewhere; the `make` targets, `turnstile` verbs,
+`turnstile serve` flags and tests that are named exist; nothing that is tracked holds an absolute
+path of somebody's machine or names a package registry's host; what is generated (the page of
+metrics, the dashboard, the alert rules) is current, and every alert has its section. Files and
+functions over the size gate are reported, and fail nothing.
 """
 
 from __future__ import annotations
@@ -92,6 +92,21 @@ def unknown_commands(text: str, targets: set[str], flags: set[str]) -> Iterator[
                     yield f"`turnstile serve` has no {flag}"
 
 
+def unknown_tests(text: str, tests: set[str]) -> Iterator[str]:
+    """Tests that are named as proof and do not exist."""
+    for code in CODE.findall(FENCE.sub("", text)):
+        if re.fullmatch(r"test_[a-z0-9_]+", code) and code not in tests:
+            yield f"there is no {code}"
+
+
+def test_names() -> set[str]:
+    """The names of all tests, and of their files."""
+    names = {path.stem for path in tracked("tests/*.py")}
+    for path in tracked("tests/*.py"):
+        names |= set(re.findall(r"^ *(?:async )?def (test_\w+)", path.read_text(), re.M))
+    return names
+
+
 def module_of(verb: str) -> Path:
     """Where the command line looks for a verb: a module, or a package of them."""
     place = ROOT / "src/turnstile/cli" / verb.replace("-", "_")
@@ -115,10 +130,11 @@ def problems() -> list[str]:
     """Everything that is wrong, as sentences."""
     found = []
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    flags = serve_flags()
+    flags, tests = serve_flags(), test_names()
     for path in tracked("*.md"):
         text = path.read_text()
         wrong = [*broken_links(path, text), *unknown_commands(text, targets, flags)]
+        wrong += unknown_tests(text, tests)
         found += [f"{path.relative_to(ROOT)}: {each}" for each in wrong]
     for path in tracked():
         try:

@@ -207,6 +207,30 @@ async def test_while_there_is_no_engine_no_page_is_held_and_whoever_waits_may_le
         assert (told[-1].running, told[-1].pages_held, told[-1].waiting) == (0, 0, 0)
 
 
+async def test_tenants_keep_their_counters_when_the_engine_is_killed() -> None:
+    def of(tenant: str, count: int) -> list[Generation]:
+        return [
+            generation(f"{tenant}{k}", [k + 1] * 9, 120, tenant=tenant, weight=2.0)
+            for k in range(count)
+        ]
+
+    requests = [*of("many", 6), *of("few", 1)]
+    async with running(config(0.01)) as engine:
+        tasks = [asyncio.create_task(ask(engine, request)) for request in requests]
+        await until(lambda: engine.snapshot.tenants.get("few", 0) > 40)
+        os.kill(pid(engine), signal.SIGKILL)
+        await until(lambda: engine.state is EngineState.RECOVERING)
+        before = dict(engine.snapshot.tenants)
+        assert before["many"] > 3 * before["few"]
+        await until(lambda: engine.epoch == 2 and len(engine.snapshot.tenants) == 2)
+        after = dict(engine.snapshot.tenants)
+        answers = await asyncio.gather(*tasks)
+    for tenant in before:
+        assert before[tenant] <= after[tenant] <= before[tenant] * 1.5
+    # Paid once, whatever was computed twice: the prompt and two for each output.
+    assert [answer.charged for answer in answers] == [[9 + 2 * 120]] * 7
+
+
 def test_time_in_which_nobody_could_listen_is_not_the_engines_silence() -> None:
     """The event loop stands still for longer than a step may take. (On uvloop, as the server: it
     runs timers before it reads.)"""
