@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from engine.answers import ask, collect, config, expected, generation
-from turnstile.engine.client import EngineState, EngineUnavailableError
+from turnstile.engine.client import DuplicateRequestError, EngineState, EngineUnavailableError
 from turnstile.engine.local import LocalEngine
 
 
@@ -47,4 +47,23 @@ async def test_an_engine_that_cannot_load_says_why() -> None:
     engine = LocalEngine(config(num_pages=4, max_model_len=100_000))
     with pytest.raises(EngineUnavailableError, match="max-model-len"):
         await engine.start()
+    await engine.stop(0)
+
+
+async def test_an_id_used_twice_is_refused_and_nobody_else_notices() -> None:
+    engine = LocalEngine(config(0.002))
+    await engine.start()
+    other = asyncio.create_task(ask(engine, generation("other", [3], 60)))
+    stream = engine.submit(generation("twice", [1], 4000, n=2))
+    await anext(aiter(stream))
+    with pytest.raises(DuplicateRequestError, match="running already"):
+        engine.submit(generation("twice", [2], 5))
+    stream.cancel()
+    # Rows of the one that was cancelled are on their way: they must not count for this one.
+    with pytest.raises(DuplicateRequestError, match="was cancelled"):
+        engine.submit(generation("twice", [2], 5))
+    assert (await other).tokens == expected(generation("other", [3], 60))
+    again = generation("other", [4], 5)
+    assert (await ask(engine, again)).tokens == expected(again), "an id that ended is free again"
+    assert engine.state is EngineState.READY
     await engine.stop(0)

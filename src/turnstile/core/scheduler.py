@@ -385,7 +385,7 @@ class Scheduler:
             self.slots.changes += 1
         if chunk.drafts:
             # What was rejected was computed in vain: the pages hold it until it is written over.
-            return [self._extend(sequence, outcome.tokens, before, now)]
+            return [self._extend(sequence, outcome.tokens, now, publish_from=before)]
         self._waiting.wake(self.cache.publish(sequence, before), now)
         if chunk.end == sequence.total and sequence.request.max_tokens == 0:
             return self._finish(sequence, FinishReason.LENGTH, now)
@@ -401,22 +401,28 @@ class Scheduler:
         for sample, (member, token) in enumerate(
             zip([sequence, *siblings], outcome.tokens, strict=True)
         ):
-            step = self._extend(member, (token,), member.computed, now)
+            step = self._extend(member, (token,), now)
             step.sample = sample
             progress.append(step)
         return progress
 
     def _extend(
-        self, sequence: Sequence, tokens: tuple[int, ...], before: int, now: float
+        self,
+        sequence: Sequence,
+        tokens: tuple[int, ...],
+        now: float,
+        publish_from: int | None = None,
     ) -> Progress:
-        """Append draws, up to the one that ends the sequence; publish; finish if it is the end."""
+        """Append draws, up to the one that ends the sequence; finish if it is the end. With drafts
+        only now is known which of the tokens computed since ``publish_from`` can be published.
+        """
         first = sequence.num_outputs
         tokens, finish = sequence.extend(tokens, self.config.max_model_len)
         sequence.computed = min(sequence.computed, sequence.total - 1)
         self.queue.charge(sequence, OUTPUT_CHARGE * len(tokens))
-        if sequence.state is State.RUNNING:
-            self._waiting.wake(self.cache.publish(sequence, before), now)
-        else:
+        if publish_from is not None:
+            self._waiting.wake(self.cache.publish(sequence, publish_from), now)
+        if sequence.state is State.WAITING:
             self._waiting.tokens += len(tokens)
         if finish:
             self._finish(sequence, finish, now)

@@ -41,6 +41,7 @@ class EngineUnavailableError(RuntimeError):
 class Generation(msgspec.Struct, kw_only=True):
     """A request, tokenized and checked, as the server hands it to the engine client.
 
+    ``request_id`` should never have been used before.
     ``max_tokens`` is final (the room left in the context is already accounted for), ``seed`` too:
     a restarted engine must draw the same tokens.
     """
@@ -114,7 +115,7 @@ class EngineClient(ABC):
         EngineUnavailableError
             No engine takes work now.
         DuplicateRequestError
-            Another request with this id is alive.
+            Another request with this id is alive, or was cancelled lately.
         """
 
     @abstractmethod

@@ -13,6 +13,8 @@ from turnstile.core.request import DuplicateRequestError
 from turnstile.engine.client import Generation
 from turnstile.engine.protocol import Cancel, Row, Submit
 
+_REMEMBERED = 4096
+
 
 class JournalError(RuntimeError):
     """An engine reported a row out of order: it cannot be trusted any more."""
@@ -113,14 +115,26 @@ class Journal:
         self.entries: dict[str, Entry] = {}
         self.cancels: list[Cancel] = []
         """To be told to the engine: what was cancelled before it existed there."""
+        self._cancelled: dict[str, None] = {}
+        """The last requests that were cancelled: rows of them may still be on their way."""
 
     def add(self, generation: Generation) -> Entry:
-        """Begin to keep a request. Raises :class:`DuplicateRequestError` if its id is alive."""
-        if generation.request_id in self.entries:
+        """Begin to keep a request.
+
+        Raises
+        ------
+        DuplicateRequestError
+            Its id is alive, or was cancelled so lately that rows of the old one could be taken
+            for rows of the new one.
+        """
+        request_id = generation.request_id
+        if request_id in self.entries:
+            raise DuplicateRequestError(f"A request with the id {request_id!r} is running already.")
+        if request_id in self._cancelled:
             raise DuplicateRequestError(
-                f"A request with the id {generation.request_id!r} is running already."
+                f"A request with the id {request_id!r} was cancelled; take another id."
             )
-        entry = self.entries[generation.request_id] = Entry(generation)
+        entry = self.entries[request_id] = Entry(generation)
         return entry
 
     def take(self, row: Row) -> Row | None:
@@ -180,6 +194,10 @@ class Journal:
         for sample in chosen:
             sample.cancel_later = later
             self._end(entry, sample, reason)
+        if not entry.unfinished:
+            self._cancelled[request_id] = None
+            if len(self._cancelled) > _REMEMBERED:
+                del self._cancelled[next(iter(self._cancelled))]
         if later:
             return None
         return Cancel(request_id, sample_index if entry.unfinished else None, reason)
