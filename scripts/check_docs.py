@@ -16,6 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import case_table
+
 ROOT = Path(__file__).resolve().parent.parent
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)[^)]*\)")
 HEADING = re.compile(r"^#+ +(.+)$", re.M)
@@ -178,7 +180,7 @@ def oversized() -> Iterator[str]:
 def main() -> int:
     """Print what is wrong; 1 if anything is."""
     sys.path.insert(0, str(ROOT / "src"))
-    found = problems() + stale()
+    found = problems() + stale() + list(case_table.problems())
     for line in found:
         print(line)
     for line in oversized():

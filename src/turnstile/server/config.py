@@ -65,7 +65,7 @@ class ServerConfig:
     """Seconds after which a request ends that sets no `timeout` of its own."""
     stream_interval: int = 1
     """Tokens between two chunks of a stream; more saves CPU where clients do not watch."""
-    sse_keep_alive_interval: float = 15.0
+    sse_keep_alive_interval: float = 10.0
     """Seconds of silence after which a stream gets a comment line; 0 sends none."""
     stalled_reader_timeout: float = 60.0
     """Seconds a client may refuse to read its stream before the request is cancelled."""
