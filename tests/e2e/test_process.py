@@ -75,6 +75,17 @@ def test_an_engine_that_dies_for_good_ends_the_process_with_code_1(tiny: Path) -
         assert server.wait(10) == 1
 
 
+def test_an_engine_that_dies_for_good_while_draining_is_code_1_too(tiny: Path) -> None:
+    env = {"TEST_DIE": "2", "TEST_DELAY": "0.05"}
+    with scripted(tiny, env=env, canary=False) as server:
+        stream = server.stream("/v1/completions", prompt="hi", max_tokens=200)
+        first = next(stream)
+        server.signal(signal.SIGTERM)
+        events = [first, *stream]
+        assert "error" in events[-1]
+        assert server.wait(20) == 1
+
+
 @pytest.mark.parametrize(("signals", "code", "reason"), [(1, 0, "length"), (2, 130, "abort")])
 def test_signals_drain_then_abort(tiny: Path, signals: int, code: int, reason: str) -> None:
     with scripted(tiny, env={"TEST_DELAY": "0.01"}, canary=False) as server:

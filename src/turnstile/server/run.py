@@ -180,6 +180,8 @@ class Life:
         if not self._failed:
             service.drain()
             await self._wait_for_requests()
+        if service.engine.state is EngineState.DEAD:  # while it drained
+            self._failed = True
         await service.engine.stop(0)
         end = service.clock() + _LAST_CHUNKS
         while service.metrics.in_flight and service.clock() < end:
