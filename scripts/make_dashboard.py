@@ -265,6 +265,16 @@ def rows() -> dict[str, list[Panel]]:
                 lines=[(f"sum by (tenant) ({total('tenant_prompt_tokens')})", "{{tenant}}")],
             ),
             Panel(
+                title="Mean wait for a slot", unit="s", text="Of requests that ended, by tenant.",
+                lines=[
+                    (
+                        f"sum by (tenant) ({total('tenant_queue_seconds')})"
+                        f" / sum by (tenant) ({total('tenant_requests')})",
+                        "{{tenant}}",
+                    )
+                ],
+            ),
+            Panel(
                 title="Requests", stack=True, unit="reqps", text="Let in, by tenant.",
                 lines=[(f"sum by (tenant) ({total('tenant_requests')})", "{{tenant}}")],
             ),

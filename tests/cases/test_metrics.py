@@ -96,6 +96,8 @@ def test_b91_tokens_count_once_though_they_are_computed_twice(crowded: ServerPro
     assert growth(before, after, "turnstile_tenant_prompt_tokens_total") == inputs
     assert growth(before, after, "turnstile_requests_total") == 9, "one request is one, n or not"
     assert growth(before, after, "turnstile_tenant_requests_total") == 9
+    queued = growth(before, after, "turnstile_request_part_seconds_total", part="queue")
+    assert growth(before, after, "turnstile_tenant_queue_seconds_total") == pytest.approx(queued)
     assert growth(before, after, "turnstile_itl_seconds_count") == outputs - 8 - 3
     assert growth(before, after, "turnstile_request_output_tokens_sum") == outputs
     assert growth(before, after, "turnstile_request_preemptions_sum") == growth(

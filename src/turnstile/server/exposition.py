@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from turnstile import __version__
 from turnstile.server.histogram import Histogram
 from turnstile.server.metrics import Metrics
 from turnstile.server.series import SERIES, Labelled, Series
@@ -38,6 +39,9 @@ class Collector:
     def _infos(self, model: str) -> Iterator[Metric]:
         from prometheus_client.core import GaugeMetricFamily
 
+        build = GaugeMetricFamily("turnstile_build_info", "What serves.", labels=["version"])
+        build.add_metric([__version__], 1)
+        yield build
         info = self._metrics.info
         if info is None:
             return

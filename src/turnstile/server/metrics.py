@@ -97,7 +97,7 @@ class Metrics:
         """Where the time of the requests that ended went."""
         self.recoveries = 0
         """Requests that ended after they had outlived an engine."""
-        self._tenants: dict[str, list[float]] = {OTHER_TENANTS: [0.0, 0.0, 0.0]}
+        self._tenants: dict[str, list[float]] = {OTHER_TENANTS: [0.0] * 4}
         self._busy: deque[tuple[float, float]] = deque()
         self.snapshot = Snapshot()
         self._earlier: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0)
@@ -249,22 +249,25 @@ class Metrics:
             self.request_computed_tokens.observe(counts["prompt_tokens"] - counts["cached_tokens"])
         books = self._of_tenant(trail.tenant)
         _book(books, counts["prompt_tokens"], counts["output_tokens"])
+        books[3] += leading.times(trail.ended)[Part.QUEUE]
 
     def by_tenant(self, place: int) -> dict[str, float]:
-        """Prompt tokens (0), output tokens (1) or requests (2) by tenant, those alive included."""
+        """Prompt tokens (0), output tokens (1), requests (2), or seconds in the queue (3; of those
+        that ended) by tenant, those alive included.
+        """
         totals = {name: list(books) for name, books in self._tenants.items()}
         for trail in self.requests.alive():
             name, record = trail.tenant, trail.record
             if record is not None:
                 known = name in totals or len(totals) <= MAX_TENANTS
-                books = totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 3)
+                books = totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 4)
                 _book(books, record.num_prompt, record.num_output)
         return {name: books[place] for name, books in totals.items()}
 
     def _of_tenant(self, name: str) -> list[float]:
         if name not in self._tenants and len(self._tenants) > MAX_TENANTS:
             name = OTHER_TENANTS
-        return self._tenants.setdefault(name, [0.0, 0.0, 0.0])
+        return self._tenants.setdefault(name, [0.0] * 4)
 
 
 def _book(books: list[float], prompt: int, output: int) -> None:

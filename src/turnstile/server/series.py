@@ -274,6 +274,9 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_by_tenant(0), label="tenant"),
         Series(kind="counter", name="tenant_generated_tokens", help="Tokens given to them.",
                read=_by_tenant(1), label="tenant"),
+        Series(kind="counter", name="tenant_queue_seconds",
+               help="Time that their requests, once ended, had waited for a first slot.",
+               read=_by_tenant(3), label="tenant"),
     ),
     "Requests": (
         Series(kind="counter", name="requests",

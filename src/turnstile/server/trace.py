@@ -147,34 +147,37 @@ class Trace:
                 self._counters[name] = values
                 self._add(ph="C", pid=_ENGINE, name=name, ts=self._us(now.time), args=values)
 
-    def part_ended(
-        self, trail: RequestTrail, key: SampleKey, part: Part, began: float, ended: float
-    ) -> None:
-        """A sample has left a part of its way: one span on its track."""
-        if ended > began:
-            self._span(f"{trail.answer_id} {key[0]}/{key[1]}", str(part), began, ended, {})
+    def request_began(self, trail: RequestTrail) -> None:
+        """A request is inside: a span around all of its parts begins."""
+        about: dict[str, object] = {"tenant": trail.tenant, "path": trail.path, **trail.tokens()}
+        self._request("b", f"{trail.answer_id}", trail.id, trail.arrived, about)
+
+    def part_began(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
+        """A sample enters a part of its way: a span on its track begins."""
+        self._request("b", _track(trail, key), str(part), now)
+
+    def part_ended(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
+        """A sample leaves a part of its way."""
+        self._request("e", _track(trail, key), str(part), now)
 
     def request_ended(self, trail: RequestTrail) -> None:
-        """A request has ended: the span around all of its parts."""
-        about: dict[str, object] = {
-            "request_id": trail.id, "tenant": trail.tenant, "path": trail.path,
-            "finish_reason": trail.outcome, **trail.counts,
-        }  # fmt: skip
+        """A request has ended."""
         assert trail.ended is not None
-        for engine_id, index in trail.samples:
-            track = f"{trail.answer_id} {engine_id}/{index}"
-            self._span(track, trail.id, trail.arrived, trail.ended, about)
+        about: dict[str, object] = {"finish_reason": trail.outcome, **trail.counts}
+        self._request("e", trail.answer_id, trail.id, trail.ended, about)
 
     def engine_lost(self, now: float) -> None:
         """The engine died: a mark across all tracks."""
         self._add(ph="i", pid=_ENGINE, tid=0, s="g", name="engine lost", ts=self._us(now))
 
-    def _span(
-        self, track: str, name: str, began: float, ended: float, args: dict[str, object]
+    def _request(
+        self, phase: str, track: str, name: str, now: float, args: dict[str, object] | None = None
     ) -> None:
-        both = {"pid": _REQUESTS, "tid": 0, "cat": "request", "id": track, "name": name}
-        self._add(ph="b", ts=self._us(began), args=args, **both)
-        self._add(ph="e", ts=self._us(ended), **both)
+        """One end of a span. What has not ended yet when the file is read shows as unfinished."""
+        self._add(
+            ph=phase, pid=_REQUESTS, tid=0, cat="request", id=track, name=name, ts=self._us(now),
+            args=args or {},
+        )  # fmt: skip
 
     def _us(self, seconds: float) -> int:
         return max(0, round((seconds - self._began) * 1e6))
@@ -219,3 +222,8 @@ class Trace:
         self._thread.join()
         if self.dropped:
             logger.warning("The trace lacks %d events: the disk was too slow.", self.dropped)
+
+
+def _track(trail: RequestTrail, key: SampleKey) -> str:
+    """Where the spans of a sample are drawn: beside those of its request."""
+    return f"{trail.answer_id} {key[0]}/{key[1]}"

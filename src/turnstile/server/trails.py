@@ -203,10 +203,14 @@ def _behind(sample: SampleTrail) -> tuple[int, float]:
 class Observer(Protocol):
     """Somebody who draws the ways of samples while they are gone."""
 
-    def part_ended(
-        self, trail: RequestTrail, key: SampleKey, part: Part, began: float, ended: float
-    ) -> None:
-        """A sample has left a part of its way."""
+    def request_began(self, trail: RequestTrail) -> None:
+        """A request has passed the gate."""
+
+    def part_began(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
+        """A sample enters a part of its way."""
+
+    def part_ended(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
+        """A sample leaves a part of its way."""
 
     def request_ended(self, trail: RequestTrail) -> None:
         """A request has ended, and its trail is closed."""
@@ -267,6 +271,10 @@ class RequestLog:
         self._alive[trail.answer_id] = trail
         for engine_id, _ in trail.samples:
             self._by_engine_id[engine_id] = trail
+        if self.observer is not None:
+            self.observer.request_began(trail)
+            for key, sample in trail.samples.items():
+                self.observer.part_began(trail, key, sample.part, sample.since)
 
     def closed(self, answer_id: str, outcome: str, now: float) -> RequestTrail | None:
         """Its answer has ended, however. Returns its trail, None where it never was accepted."""
@@ -331,11 +339,15 @@ class RequestLog:
         if isinstance(event, events.Forked):
             leader = trail.samples.get((event.request_id, event.parent))
             if leader is not None:
-                trail.samples[key] = leader.fork()
+                trail.samples[key] = sibling = leader.fork()
+                if self.observer is not None:
+                    self.observer.part_began(trail, key, sibling.part, now)
                 trail.note(now, "forked", sample=event.index)
             return
         if sample is None and isinstance(event, events.Queued):
             sample = trail.samples[key] = SampleTrail(since=trail.accepted)
+            if self.observer is not None:
+                self.observer.part_began(trail, key, sample.part, now)
         if sample is None or sample.ended is not None:
             return
         match event:
@@ -371,14 +383,14 @@ class RequestLog:
 
     def _move(self, trail: RequestTrail, key: SampleKey, part: Part, now: float) -> None:
         sample = trail.samples[key]
-        before, began = sample.part, sample.since
+        before = sample.part
         sample.move(part, now)
         if self.observer is not None:
-            self.observer.part_ended(trail, key, before, began, sample.since)
+            self.observer.part_ended(trail, key, before, sample.since)
+            self.observer.part_began(trail, key, part, sample.since)
 
     def _end(self, trail: RequestTrail, key: SampleKey, finish: str, now: float) -> None:
         sample = trail.samples[key]
-        began = sample.since
         sample.end(finish, now)
         if self.observer is not None:
-            self.observer.part_ended(trail, key, sample.part, began, sample.since)
+            self.observer.part_ended(trail, key, sample.part, sample.since)
