@@ -294,7 +294,7 @@ def test_predictions_of_the_scheduler_itself_are_calibrated(load: float) -> None
     for calibration in (gate.wait, gate.ttft):
         assert calibration.count > 550
         # Where waits are long the news is old: what was predicted wrong is known seconds later.
-        assert 0.75 < calibration.coverage < 0.97
+        assert 0.7 < calibration.coverage < 0.99
         ratio = calibration.predicted_seconds / calibration.actual_seconds
         assert 0.7 < ratio < 1.4
 

@@ -134,6 +134,26 @@ class Lane:
         return self.prompt_tokens + OUTPUT_CHARGE * self.outputs
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """When those who run will end.
+
+    Attributes
+    ----------
+    steps
+        Steps to come of every sample, ascending.
+    decoding
+        Samples that draw in every step already; the others' prompts are still computed.
+    outputs, context
+        Tokens all of them are still to draw; what each has in its pages, in the mean.
+    """
+
+    steps: list[float]
+    decoding: int
+    outputs: float
+    context: float
+
+
 class Crowd:
     """Everybody inside. ``policy`` is the engine's queue policy: it says who stands before whom."""
 
@@ -145,10 +165,11 @@ class Crowd:
         self.running_of: dict[str, int] = {}
         """Running samples of each tenant that has any."""
         self._running: dict[Place, None] = {}
+        self._behind_of: dict[str, int] = {}
         self._lanes: dict[str, dict[int, Lane]] = {}
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, OutputMeans] = {}
-        self._ends: tuple[int, list[float], float] | None = None
+        self._ends: tuple[int, Ends] | None = None
 
     def samples_of(self, tenant: str) -> int:
         """Samples of a tenant inside, waiting or running."""
@@ -173,6 +194,15 @@ class Crowd:
         self._running[place] = None
         self.running_samples += work.n
         self.running_of[work.tenant] = self.running_of.get(work.tenant, 0) + work.n
+        self._behind_of[work.tenant] = self._behind_of.get(work.tenant, 0) + 1
+        self._ends = None
+
+    def first_token(self, place: Place) -> None:
+        """Somebody's prompt is computed."""
+        tenant = place.work.tenant
+        self._behind_of[tenant] -= 1
+        if not self._behind_of[tenant]:
+            del self._behind_of[tenant]
         self._ends = None
 
     def leave(self, place: Place, outputs: Sequence[int]) -> None:
@@ -183,6 +213,8 @@ class Crowd:
             return
         del self._running[place]
         self._ends = None
+        if place.first_step is None:
+            self.first_token(place)
         self.running_samples -= work.n
         self.running_of[work.tenant] -= work.n
         if not self.running_of[work.tenant]:
@@ -216,21 +248,53 @@ class Crowd:
         own = (_left(p, step) for p in self._running if p.work.tenant == tenant)
         return min(own, default=None)
 
-    def ends(self, step: int) -> tuple[list[float], float]:
-        """Outputs to come of every sample that runs, ascending, and their mean context.
+    def ends(self, step: int, room: int, prefill_tokens: int) -> Ends:
+        """When those who run will end, seen at ``step``.
 
-        O(running), once a step at most.
+        Those whose prompt is not computed yet come to their outputs one after the other, shortest
+        first, as ``prefill_tokens`` in all are computed, ``room`` in a step. O(running · log
+        running), once a step at most.
         """
         if self._ends is None or self._ends[0] != step:
-            ends: list[float] = []
-            context = 0.0
+            steps: list[float] = []
+            behind: list[Place] = []
+            outputs = context = 0.0
             for place in self._running:
-                work = place.work
-                ends += [_left(place, step)] * work.n
+                work, left = place.work, _left(place, step)
                 context += work.n * (work.prompt_tokens + _done(place, step))
-            ends.sort()
-            self._ends = (step, ends, context / len(ends) if ends else 0.0)
-        return self._ends[1], self._ends[2]
+                outputs += work.n * left
+                if place.first_step is None:
+                    behind.append(place)
+                else:
+                    steps += [left] * work.n
+            decoding = len(steps)
+            behind.sort(key=lambda place: place.work.prompt_tokens)
+            tokens = sum(place.work.prompt_tokens for place in behind)
+            share = prefill_tokens / tokens if tokens else 0.0
+            computed = 0.0
+            for place in behind:
+                computed += share * place.work.prompt_tokens
+                steps += [computed / room + place.expected] * place.work.n
+            steps.sort()
+            mean = context / len(steps) if steps else 0.0
+            self._ends = (step, Ends(steps, decoding, outputs, mean))
+        return self._ends[1]
+
+    def prompts_beside(self, work: Work) -> int:
+        """Prompts that a newcomer's shares its steps with: those of its tenant, and one of every
+        other tenant (their shares are equal).
+        """
+        own = others = 0
+        for tenant, count in self._behind_of.items():
+            if tenant == work.tenant:
+                own = count
+            else:
+                others += 1
+        return own + others
+
+    def knows(self, tenant: str) -> bool:
+        """Whether the tenant was here before."""
+        return tenant in self._outputs
 
     def ahead(self, work: Work, before: Ahead, served: Mapping[str, float]) -> Ahead:
         """Who starts before a newcomer, after ``before``; ``served`` are the virtual counters."""
@@ -289,4 +353,4 @@ def _left(place: Place, step: int) -> float:
     return max(1.0, min(left, place.work.max_tokens - done))
 
 
-__all__ = ["Crowd", "Keeper", "Lane", "Place", "Work"]
+__all__ = ["Crowd", "Ends", "Keeper", "Lane", "Place", "Work"]

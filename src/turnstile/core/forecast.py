@@ -143,8 +143,8 @@ class Speed:
         return cls(decode, cost.beta + cost.gamma * context / 2, max(1, budget - running))
 
     def seconds(self, steps: float, prompt_tokens: float) -> float:
-        """Time for ``steps`` decodes and ``prompt_tokens`` computed on the way."""
-        return max(steps, prompt_tokens / self.room) * self.step + prompt_tokens * self.prompt_token
+        """Time for ``steps``, with as many of ``prompt_tokens`` as they have room for."""
+        return steps * self.step + min(prompt_tokens, steps * self.room) * self.prompt_token
 
 
 class Calibration:

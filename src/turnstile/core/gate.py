@@ -20,17 +20,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from turnstile.core.crowd import Crowd, Place, Work
-from turnstile.core.forecast import (
-    Ahead,
-    Calibration,
-    EngineView,
-    Estimate,
-    Speed,
-    steps_until_start,
-)
+from turnstile.core.forecast import Ahead, Calibration, EngineView, Estimate
+from turnstile.core.forecaster import Forecaster, GateConfig
 from turnstile.core.limits import CONCURRENT, REQUESTS, TOKENS, Allowance, Meter
 
 MAX_REQUESTS = "max_num_queued_reqs"
@@ -41,36 +35,6 @@ TENANT_REASONS = (CONCURRENT, REQUESTS, TOKENS)
 REASONS = (MAX_REQUESTS, MAX_TOKENS, MAX_WAIT, *TENANT_REASONS)
 RETRY_RANGE = (1.0, 60.0)
 _MAX_PROMISES = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GateConfig:
-    """The bounds of a gate, and the sizes of the engine behind it.
-
-    Attributes
-    ----------
-    slots, budget
-        Samples the engine runs at once, tokens of a step.
-    max_requests, max_tokens, max_wait
-        Most prompts waiting, most of their tokens, most seconds predicted until a slot; None for
-        no bound.
-    kv_tokens
-        Tokens the whole page pool holds; None where there is none.
-    policy
-        The engine's queue policy: who stands before whom.
-    ageing, reserved_slots
-        As the engine has them.
-    """
-
-    slots: int
-    budget: int = 512
-    max_requests: int | None = None
-    max_tokens: int | None = None
-    max_wait: float | None = None
-    kv_tokens: int | None = None
-    policy: str = "fair"
-    ageing: float = 30.0
-    reserved_slots: int = 1
 
 
 class Refused(Exception):  # noqa: N818
@@ -122,6 +86,7 @@ class Gate:
         self.rejections = dict.fromkeys(REASONS, 0)
         """Requests refused, by the bound they met."""
         self._crowd = Crowd(config.policy)
+        self._forecaster = Forecaster(config, self._crowd)
         self._promises: list[float] = []
         self._meters: dict[str, Meter] = {}
 
@@ -219,8 +184,8 @@ class Gate:
         if excess is None:
             return
         seconds = excess.seconds
-        if excess.reason == CONCURRENT and seconds is not None:
-            seconds = self._next_end(works[0])
+        if excess.reason == CONCURRENT and seconds is not None and self.view.warm:
+            seconds = self._forecaster.seconds_until_end(works[0], self.view)
         self.rejections[excess.reason] += 1
         raise Refused(
             excess.reason,
@@ -229,15 +194,6 @@ class Gate:
             self.waiting_tokens,
             None if seconds is None else _clamped(seconds),
         )
-
-    def _next_end(self, work: Work) -> float:
-        """Seconds until a sample of this tenant should end."""
-        if not self.view.warm:
-            return RETRY_RANGE[0]
-        ends, context = self._crowd.ends(self.view.steps)
-        own = self._crowd.next_end(work.tenant, self.view.steps)
-        speed = Speed.of(self.view, max(1, len(ends)), context, self.config.budget)
-        return speed.seconds(self._crowd.expected(work) if own is None else own, 0)
 
     def _queued(self, works: Sequence[Work], expected: Sequence[float]) -> int:
         """Prompts that would wait, these included, were they let in: those without a free slot,
@@ -250,11 +206,7 @@ class Gate:
             tokens = self._crowd.waiting.prompt_tokens + self._crowd.waiting.outputs
             for work, outputs in zip(works, expected, strict=True):
                 tokens += work.prompt_tokens + work.n * outputs
-            room = (
-                self.view.free_tokens
-                - self.view.prefill_tokens
-                - sum(self._crowd.ends(self.view.steps)[0])
-            )
+            room = self.view.free_tokens - self._forecaster.growth(self.view)
             fit = min(fit, samples * room / tokens if tokens else fit)
         fitting = max(0, min(prompts, int(fit * prompts / samples)))
         if not self._crowd.running_samples:
@@ -332,56 +284,14 @@ class Gate:
             heapq.heappush(promises, now + seconds)
         return seconds
 
-    def _drain(self, starts: float) -> float:
-        """Seconds until so many of those waiting will have started."""
+    def _drain(self, starts: int) -> float:
         if not self.view.warm:
             return RETRY_RANGE[0] * starts / self.config.slots
-        ends, context = self._crowd.ends(self.view.steps)
-        waiting = self._crowd.waiting
-        service = waiting.outputs / waiting.samples if waiting.samples else 1.0
-        prompt = waiting.prompt_tokens / waiting.samples if waiting.samples else 0.0
-        speed = Speed.of(self.view, max(1, len(ends)), context, self.config.budget)
-        steps = steps_until_start(ends, 0, service, starts)
-        return self.wait.correct(speed.seconds(steps, starts * prompt))[0]
-
-    # -- the estimate -----------------------------------------------------------------------------
+        return self.wait.correct(self._forecaster.seconds_until_started(starts, self.view))[0]
 
     def _estimate(self, work: Work, before: Ahead) -> Estimate:
-        config, view = self.config, self.view
-        ends, context = self._crowd.ends(self.view.steps)
-        ahead = self._crowd.ahead(work, before, view.served)
-        slots = config.slots
-        if len(self._crowd.running_of) > 1 and self._crowd.running_of.get(work.tenant):
-            slots -= min(config.reserved_slots, config.slots // 8)
-        width = self._width(slots, ends, ahead, context)
-        running = max(1, min(width, len(ends) + math.ceil(ahead.samples) + work.n))
-        speed = Speed.of(view, running, context or work.prompt_tokens, config.budget)
-        place = ahead.samples + work.n
-        free = width - len(ends)
-        wait = 0.0
-        if place <= free:
-            if ends:  # it enters at the next step: half of the one that runs is still to come
-                wait = speed.seconds(1, min(view.prefill_tokens, speed.room)) / 2
-        else:
-            service = ahead.outputs / ahead.samples if ahead.samples else self._crowd.expected(work)
-            steps = steps_until_start(ends, free, service, place)
-            wait = speed.seconds(steps, view.prefill_tokens + ahead.prompt_tokens)
-        # Prompts share a step: while its own is computed, as much of each other's may be.
-        others = min(
-            view.prefill_tokens + ahead.prompt_tokens, work.prompt_tokens * max(0, running - 1)
-        )
-        ttft = wait + speed.seconds(1, work.prompt_tokens + others)
+        wait, ttft = self._forecaster.predict(work, before, self.view)
         return Estimate(*self.wait.correct(wait), *self.ttft.correct(ttft), wait, ttft)
-
-    def _width(self, slots: int, ends: Sequence[float], ahead: Ahead, context: float) -> int:
-        """Samples that run at once when all is full: as many as there are slots, or pages for."""
-        free = self.view.free_tokens
-        if free is None or ahead.samples + len(ends) == 0:
-            return slots
-        growth = self.view.prefill_tokens + sum(ends)
-        mean = (ahead.prompt_tokens + ahead.outputs) / ahead.samples if ahead.samples else context
-        fit = len(ends) + max(0, int((free - growth) / mean)) if mean else slots
-        return max(1, min(slots, max(fit, len(ends))))
 
     # -- what places tell -------------------------------------------------------------------------
 
@@ -395,6 +305,7 @@ class Gate:
 
     def on_first_token(self, place: Place, now: float) -> None:
         """A place's prompt is computed."""
+        self._crowd.first_token(place)
         place.first_step = self.view.steps
         estimate = place.estimate
         if estimate is not None:
