@@ -19,10 +19,11 @@ scrape configuration). Most series are told again under the name they have in vL
 (`--metrics-compat none` leaves those out), with the labels `model_name` and `engine`.
 
 Counters of the engine go on when its process is replaced. Histograms have vLLM's bounds, and
-finer ones below. Beside these there are `turnstile_build_info`, `turnstile_engine_info` and `vllm:cache_config_info`
-(facts as labels, always 1) and Prometheus' usual `process_*` of the API process. A
-[dashboard](../deploy/grafana/dashboard.json) and [alert rules](../deploy/prometheus/alerts.yml)
-come with Turnstile; [observability](observability.md) says what to do when one fires.
+finer ones below. Beside these there are `turnstile_build_info`, `turnstile_engine_info` and
+`vllm:cache_config_info` (facts as labels, always 1) and Prometheus' usual `process_*` of the API
+process. A [dashboard](../deploy/grafana/dashboard.json) and [alert
+rules](../deploy/prometheus/alerts.yml) come with Turnstile; [observability](observability.md)
+says what to do when one fires.
 
 This page is made by `scripts/make_metrics_docs.py` from `server/series.py`.
 """
