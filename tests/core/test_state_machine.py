@@ -9,6 +9,7 @@ executed twice); here is what must be true of whole lives, and at the end when a
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Iterator
 from dataclasses import replace
@@ -28,9 +29,11 @@ from hypothesis.stateful import (
 from core.driver import Driver, make_scheduler, solo, tenants_of
 from core.test_random_load import draft_some
 from turnstile.core.admission import AdmissionPolicy, ExpectedAdmission, NeverFitsError
+from turnstile.core.plan import Outcome
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence
 from turnstile.core.scheduler import Scheduler
 
+NEVER_STOPS = 99
 STEMS = ([], [1] * 4, [1] * 9, [2, 3] * 5, [1] * 4 + [5] * 8, [4] * 24)
 
 machines = st.fixed_dictionaries(
@@ -150,6 +153,8 @@ class Core(RuleBasedStateMachine):
         for _ in range(count):
             self.ask(random_wish(self.rng))
             self.driver.step()
+        if self.admission == "guaranteed":
+            self.look_into_the_worst_future()
 
     @rule(wish=wishes, outputs=st.booleans())
     def score(self, wish: dict[str, object], outputs: bool) -> None:
@@ -217,6 +222,23 @@ class Core(RuleBasedStateMachine):
         after = (self.driver.scheduler.num_waiting, self.driver.scheduler.waiting_tokens)
         assert after == before
 
+    @precondition(lambda self: self.admission == "guaranteed")
+    @rule()
+    def look_into_the_worst_future(self) -> None:
+        """Nobody comes, nobody leaves early, everybody takes all it asked for: still nobody has
+        to go.
+        """
+        future = copy.deepcopy(self.driver.scheduler)
+        del future._entrance._still_blocked  # it looks at the scheduler of the present
+        preemptions = future.statistics.preemptions
+        now = self.driver.now
+        while future.has_work:
+            plan = future.plan(now)
+            future.take_ended()
+            endless = [Outcome((NEVER_STOPS,) * chunk.samples) for chunk in plan.chunks]
+            future.commit(plan, endless, now)
+        assert future.statistics.preemptions == preemptions
+
     @rule()
     def drop_the_cache(self) -> None:
         self.driver.scheduler.cache.clear()
@@ -267,6 +289,8 @@ class Core(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "driver"):
             return
+        if self.admission == "guaranteed":
+            self.look_into_the_worst_future()
         self.driver.run()
         self.books_balance()
         self.nobody_is_preempted_where_that_was_promised()
