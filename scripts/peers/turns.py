@@ -29,7 +29,7 @@ from turnstile.bench.records import Record
 from turnstile.bench.session import LENGTH_SEED, ServerError, Settings, bench
 from turnstile.bench.workloads import Workload
 
-START_S = 300.0
+START_S = 900.0
 STOP_S = 20.0
 TURN_S = 1800.0
 SAMPLE_S = 1.0
