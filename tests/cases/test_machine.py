@@ -182,16 +182,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_positions=2048)
 
 
-@pytest.fixture(scope="module")
-def pinned(model: Path) -> Iterator[ServerProcess]:
-    """A server that was started on one CPU, and the same with OMP_NUM_THREADS in the way."""
+def start_on(cpu: int, model: Path) -> ServerProcess:
+    """A server that may use one CPU only."""
     before = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, {min(before)})
+    os.sched_setaffinity(0, {cpu})
     try:
-        server = ServerProcess(model, num_pages=64, max_num_seqs=8)
+        return ServerProcess(model, num_pages=64, max_num_seqs=8)
     finally:
         os.sched_setaffinity(0, before)
-    with server:
+
+
+@pytest.fixture(scope="module")
+def pinned(model: Path) -> Iterator[ServerProcess]:
+    with start_on(min(os.sched_getaffinity(0)), model) as server:
         yield server
         server.check()
 
@@ -201,17 +204,26 @@ def processes(server: ServerProcess) -> list[psutil.Process]:
     return [parent, *parent.children(recursive=True)]
 
 
-# B105: threads from the affinity. B107: never a thread outside the mask that we were given.
-@pytest.mark.e2e
-def test_b105_b107_a_pinned_server_stays_on_its_cpu(pinned: ServerProcess) -> None:
-    assert pinned.http.get("/server_info").json()["engine"]["threads"] == 1
-    pinned.gather([lambda k=k: pinned.complete([5 + k] * 30, max_tokens=30) for k in range(8)])
-    allowed = {min(os.sched_getaffinity(0))}
-    both = processes(pinned)
+def check_stays_on(server: ServerProcess, cpu: int) -> None:
+    assert server.http.get("/server_info").json()["engine"]["threads"] == 1
+    server.gather([lambda k=k: server.complete([5 + k] * 30, max_tokens=30) for k in range(8)])
+    both = processes(server)
     assert len(both) >= 2
     for process in both:
         for thread in process.threads():
-            assert os.sched_getaffinity(thread.id) == allowed, process
+            assert os.sched_getaffinity(thread.id) == {cpu}, process
+
+
+# B105: threads from the affinity. B107: never a thread outside the mask that we were given, so
+# that two servers with a CPU each do not meet.
+@pytest.mark.e2e
+def test_b105_b107_pinned_servers_stay_on_their_cpus(pinned: ServerProcess, model: Path) -> None:
+    first, *others = sorted(os.sched_getaffinity(0))
+    check_stays_on(pinned, first)
+    if others:
+        with start_on(others[0], model) as neighbour:
+            check_stays_on(neighbour, others[0])
+            check_stays_on(pinned, first)
 
 
 # B109: connections that do nothing and scrapers cost the streams nothing but their own time.

@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.fake_engine import Failure, FakeEngine
 from server.served import Raw, Serve, Served, listening, until
+from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Snapshot, StepResult
 from turnstile.server.histogram import ITL_BOUNDS, Histogram, token_bounds
 from turnstile.server.metrics import Metrics
@@ -117,6 +118,21 @@ def test_counts_agree_with_what_clients_were_told(serve: Serve) -> None:
             assert found["turnstile_e2e_seconds_count", ""] == 5
             assert found["turnstile_queue_seconds_count", ""] == 6
             assert found["turnstile_requests_in_flight", ""] == 0
+
+    asyncio.run(test())
+
+
+# B91: who was told 503 was refused, and did not leave by itself.
+def test_what_the_engine_does_not_take_is_refused_and_not_aborted(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            served.engine.state = EngineState.RECOVERING
+            assert (await served.complete()).status_code == 503
+            assert (await served.complete(prompt=["a", "b"])).status_code == 503
+            outcomes = served.service.metrics.outcomes
+            assert (outcomes["refused"], outcomes["abort"]) == (2, 0)
+            assert served.service.metrics.in_flight == 0
+            assert not served.service.requests.alive()
 
     asyncio.run(test())
 

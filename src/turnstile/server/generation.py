@@ -166,8 +166,8 @@ class Answer:
             self._note()
 
     def _outcome(self) -> str:
-        if self._record.accepted is None:
-            return "refused"
+        if self._record.accepted is None or any(job.stream is None for job in self._record.jobs):
+            return "refused"  # by the gate, or by an engine that takes no work now
         finishes = [choice.finish for job in self._record.jobs for choice in job.choices]
         if "error" in finishes:  # it ended the whole request, whatever the other samples did
             return "error"
