@@ -10,6 +10,7 @@ from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import drive
 from turnstile.lab.load import Ask, make_asks
 from turnstile.lab.model import LabModel
+from turnstile.lab.parts.common import Outcome
 from turnstile.lab.policies import (
     NO_PREEMPTION,
     ORCA,
@@ -21,36 +22,33 @@ from turnstile.lab.policies import (
 )
 
 
-def serve(model: LabModel, policy: Policy, asks: list[Ask], memory: int = 256) -> ContinuousServer:
+def serve(model: LabModel, policy: Policy, asks: list[Ask], memory: int = 256) -> Outcome:
     server = ContinuousServer(
         model, policy, memory_tokens=memory, max_model_len=128, slots=16, watched=True
     )
-    server.result = drive(server, asks)  # type: ignore[attr-defined]
-    return server
+    return Outcome(policy, drive(server, asks), server)
 
 
 @pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if p.admission().preempts])
 def test_every_policy_that_can_take_back_answers_everybody(tiny: LabModel, name: str) -> None:
     asks = make_asks(Uniform(4, 30), Uniform(4, 60), 14, tiny.vocab_size, max_tokens=80)
-    server = serve(tiny, POLICIES[name], asks)
-    run = server.result  # type: ignore[attr-defined]
-    assert len(run.complete) == len(asks)
-    assert server.pool.num_held == 0
+    outcome = serve(tiny, POLICIES[name], asks)
+    assert len(outcome.run.complete) == len(asks)
+    assert outcome.server.pool.num_held == 0
 
 
 def test_orca_reserves_the_longest_sequence_in_one_piece(tiny: LabModel) -> None:
     asks = make_asks(Fixed(4), Fixed(4), 6, tiny.vocab_size)
-    server = serve(tiny, ORCA, asks, memory=3 * 128)
-    run = server.result  # type: ignore[attr-defined]
-    assert (server.pool.num_pages, server.pool.page_size) == (3, 128)
+    outcome = serve(tiny, ORCA, asks, memory=3 * 128)
+    run, pool = outcome.run, outcome.server.pool
+    assert (pool.num_pages, pool.page_size) == (3, 128)
     assert run.peak_sequences == 3
     assert run.steps[0].reserved == 3 * 128
 
 
 def test_vllm_lets_in_what_fits_now_and_throws_out_the_newest(tiny: LabModel) -> None:
     asks = make_asks(Fixed(15), Fixed(40), 6, tiny.vocab_size)
-    server = serve(tiny, VLLM, asks, memory=10 * 16)
-    run = server.result  # type: ignore[attr-defined]
+    run = serve(tiny, VLLM, asks, memory=10 * 16).run
     assert run.steps[0].sequences == 6, "every prompt is one page of ten"
     assert run.preemptions > 0
     assert run.answers["r0"].longest_gap == 1, "the oldest is never thrown out"
@@ -60,7 +58,7 @@ def test_vllm_lets_in_what_fits_now_and_throws_out_the_newest(tiny: LabModel) ->
 @pytest.mark.parametrize("policy", [UNCHECKED, NO_PREEMPTION])
 def test_without_a_way_back_somebody_dies_in_the_middle(tiny: LabModel, policy: Policy) -> None:
     asks = make_asks(Fixed(15), Fixed(40), 6, tiny.vocab_size)
-    run = serve(tiny, policy, asks, memory=10 * 16).result  # type: ignore[attr-defined]
+    run = serve(tiny, policy, asks, memory=10 * 16).run
     assert run.dead
     assert all(0 < len(a.tokens) < 40 and "ran out of pages" in a.error for a in run.dead)
 
@@ -82,6 +80,6 @@ def test_without_counts_the_first_to_leave_gives_a_shared_page_away() -> None:
 
 def test_an_answer_ends_where_it_was_to_end_whatever_the_client_allows(tiny: LabModel) -> None:
     short, long = Ask("short", (5, 6, 7), 6, 100), Ask("long", (5, 6, 7), 9, 9)
-    run = serve(tiny, VLLM, [short, long], memory=512).result  # type: ignore[attr-defined]
+    run = serve(tiny, VLLM, [short, long], memory=512).run
     assert run.answers["short"].finish == "stop"
     assert run.tokens()["short"] == run.tokens()["long"][:6]

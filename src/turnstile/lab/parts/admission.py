@@ -7,7 +7,7 @@ from turnstile.lab.drive import Answer
 from turnstile.lab.load import Ask, make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.parts.common import Outcome, compare
-from turnstile.lab.policies import GUARANTEED, NO_PREEMPTION, TURNSTILE, UNCHECKED, VLLM
+from turnstile.lab.policies import GUARANTEED, NO_PREEMPTION, TURNSTILE, UNCHECKED, VLLM, Policy
 from turnstile.lab.story import Part, Plot, Series, Table
 
 REQUESTS = 24
@@ -93,8 +93,8 @@ def _asks(model: LabModel) -> list[Ask]:
     )  # fmt: skip
 
 
-def _compare(model: LabModel, asks: list[Ask], policies: object) -> list[Outcome]:
-    return compare(model, policies, asks, memory_tokens=MEMORY, max_model_len=LONGEST)  # type: ignore[arg-type]
+def _compare(model: LabModel, asks: list[Ask], policies: tuple[Policy, ...]) -> list[Outcome]:
+    return compare(model, policies, asks, memory_tokens=MEMORY, max_model_len=LONGEST)
 
 
 def _table(title: str, outcomes: tuple[Outcome, ...]) -> Table:

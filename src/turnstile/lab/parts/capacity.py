@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from turnstile.bench.lengths import Lognormal
-from turnstile.lab.capacity import ATTAINMENT, Capacity, find_capacity, try_users
+from turnstile.lab.capacity import ATTAINMENT, Capacity, Trial, find_capacity, try_users
 from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import ClockKind, Server
 from turnstile.lab.load import Ask, make_asks
@@ -38,15 +38,13 @@ def run(model: LabModel, part: Part) -> None:
         with a token every {limits["tpot"]:g} {unit} or sooner; it is found by doubling and
         halving."""
     )
-    found = {
-        name: find_capacity(
-            lambda users, make=make: try_users(  # type: ignore[misc]
-                make(), _asks(model, users), users, limits, clock
-            ),
-            most=MOST_USERS,
-        )
-        for name, make in _kinds(model, clock).items()
-    }
+    found: dict[str, Capacity] = {}
+    for name, make in _kinds(model, clock).items():
+
+        def attempt(users: int, make: Callable[[], Server] = make) -> Trial:
+            return try_users(make(), _asks(model, users), users, limits, clock)
+
+        found[name] = find_capacity(attempt, most=MOST_USERS)
     _show(part, found, unit)
     static, _, paged = (capacity.users for capacity in found.values())
     part.claim(
@@ -86,9 +84,9 @@ def _asks(model: LabModel, users: int) -> list[Ask]:
 
 def _show(part: Part, found: dict[str, Capacity], unit: str) -> None:
     rows: list[tuple[Cell, ...]] = []
+    least = next(iter(found.values())).users
     for name, capacity in found.items():
         best = capacity.best
-        least = next(iter(found.values())).users
         rows.append(
             (
                 name, capacity.users,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import Answer, Run, drive
-from turnstile.lab.load import Ask, Load
+from turnstile.lab.load import Ask
 from turnstile.lab.model import LabModel
 from turnstile.lab.policies import Policy
 
@@ -48,8 +48,7 @@ def compare(
             model, policy, memory_tokens=memory_tokens, max_model_len=max_model_len, slots=slots,
             budget=budget, watched=True,
         )  # fmt: skip
-        load: Load | list[Ask] = listed
-        outcomes.append(Outcome(policy, drive(server, load), server))
+        outcomes.append(Outcome(policy, drive(server, listed), server))
     return outcomes
 
 

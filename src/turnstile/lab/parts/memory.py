@@ -160,13 +160,12 @@ def _engine(model: LabModel, part: Part) -> None:
             "step",
             "tokens",
             tuple(
-                Series(
-                    f"{name}, {what}",
-                    range(len(each.steps)),
-                    [getattr(s, what) for s in each.steps],
-                )
+                Series(f"{name}, {what}", range(len(values)), values)
                 for name, each in runs.items()
-                for what in ("reserved", "filled")
+                for what, values in (
+                    ("taken", [step.reserved for step in each.steps]),
+                    ("filled", [step.filled for step in each.steps]),
+                )
             ),
             form="steps",
         )
