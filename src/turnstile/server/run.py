@@ -161,7 +161,8 @@ class Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        if self._service.config.tenants is not None:
+        # Under systemd a reload must not end a server that has nothing to reload.
+        if self._service.config.tenants is not None or "NOTIFY_SOCKET" in os.environ:
             loop.add_signal_handler(signal.SIGHUP, self._service.reload_keys)
 
     def _on_signal(self) -> None:

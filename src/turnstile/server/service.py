@@ -103,7 +103,7 @@ class Service:
         except ConfigError as error:
             logger.error("The tenants stay as they are. %s", error)
         else:
-            logger.info("The tenants were read again: %d keys.", len(self.keys))
+            logger.info("The keys were read again: there are %d.", len(self.keys))
 
     def drain(self) -> None:
         """Take no new requests."""
