@@ -57,7 +57,7 @@ class EngineView:
         return cls(
             steps=scheduler.statistics.steps,
             cost=scheduler.cost.coefficients,
-            cost_samples=scheduler.cost.samples,
+            cost_samples=max(scheduler.cost.samples, CostModel.WARM * scheduler.cost.warm),
             free_tokens=pool.num_available * pool.page_size,
             prefill_tokens=prefill_left(scheduler.running),
             served=scheduler.queue.counters(),

@@ -8,6 +8,7 @@ from turnstile.core.admission import NeverFitsError, check_lengths
 from turnstile.core.cost import StepCost
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import FinishReason, Request, Sequence
+from turnstile.simulate.door import Door
 from turnstile.simulate.fast_forward import FastForward, exact_weight
 from turnstile.simulate.journal import Journal
 from turnstile.simulate.load import Load
@@ -67,6 +68,8 @@ class TurnstileMachine:
             self.scheduler.outputs_of = lambda s: int(load.outputs[int(s.request.id)])
             self.scheduler.token_of = lambda s: _token(int(s.request.id))
             self.scheduler.on_wake = self._on_wake
+        gate = setup.make_gate()
+        self.door = Door(gate, load) if gate is not None else None
         self.outstanding = 0
         self._free_at = 0.0
         self._inbox: list[int] = []
@@ -85,6 +88,10 @@ class TurnstileMachine:
         try:
             self.check(index)
         except NeverFitsError:
+            self.outstanding -= 1
+            self.journal.refuse(index, now)
+            return True
+        if self.door is not None and not self.door.enter(index, now):
             self.outstanding -= 1
             self.journal.refuse(index, now)
             return True
@@ -148,18 +155,25 @@ class TurnstileMachine:
         told = now + front.delivery + front.per_row * (len(progress) + steady)
         told = max(told, self._told_at)
         over: list[tuple[int, float]] = []
+        happened = scheduler.take_events()
+        if self.door is not None:
+            self.door.stepped(scheduler, happened)
         for row in (*progress, *scheduler.take_ended()):
             index = int(row.sequence.request.id)
             if row.tokens:
                 steady += self.journal.token(index, told, self._told_at)
+                if self.door is not None:
+                    self.door.drew(index, now)
             if row.finish is not None:
                 self.outstanding -= 1
+                if self.door is not None:
+                    self.door.finish(index, now, row.sequence.num_outputs)
                 self.journal.finish(index, told, row.sequence, row.finish is FinishReason.ERROR)
                 over.append((index, told))
         if steady:
             self.journal.gap(told - self._told_at, steady)
         self._told_at = told
-        self.journal.events(scheduler.take_events())
+        self.journal.events(happened)
         return over
 
     def _draw(self, chunk: Chunk) -> Outcome:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
+from turnstile.core.gate import Gate, GateConfig
 from turnstile.core.pages import PagePool
 from turnstile.core.scheduler import Scheduler
 from turnstile.core.settings import SchedulerConfig
@@ -44,12 +45,34 @@ class Setup:
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     front: Front = field(default_factory=Front)
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+    max_queue_wait: float | None = None
+    """Bounds of the gate, as the server's; all None lets everybody in."""
 
     def __post_init__(self) -> None:
         for name, known in (("admission", ADMISSION_POLICIES), ("policy", QUEUE_POLICIES)):
             value = getattr(self, name)
             if value not in known:
                 raise ValueError(f"There is no {name} {value!r}; known are {', '.join(known)}.")
+
+    def make_gate(self) -> Gate | None:
+        """The gate of these settings, None where nothing is bounded."""
+        bounds = (self.max_num_queued_reqs, self.max_num_queued_tokens, self.max_queue_wait)
+        if bounds == (None, None, None):
+            return None
+        return Gate(
+            GateConfig(
+                slots=self.scheduler.max_num_seqs,
+                budget=self.scheduler.max_num_batched_tokens,
+                max_requests=self.max_num_queued_reqs,
+                max_tokens=self.max_num_queued_tokens,
+                max_wait=self.max_queue_wait or None,
+                kv_tokens=self.num_pages * self.page_size,
+                policy=self.policy,
+                reserved_slots=self.scheduler.reserved_slots,
+            )
+        )
 
     def parts(self) -> tuple[PagePool, AdmissionPolicy, QueuePolicy]:
         """A new pool and new policies."""
