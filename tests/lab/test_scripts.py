@@ -52,3 +52,10 @@ def test_an_unknown_part_is_refused_with_the_names_there_are() -> None:
 
     with pytest.raises(UnknownPartError, match="no part 'nothing'; it has batching"):
         run_parts(["nothing"], model="tiny")
+
+
+def test_the_document_names_every_part() -> None:
+    from turnstile.lab.parts import PARTS
+
+    text = (DIRECTORY.parents[1] / "docs" / "lab.md").read_text()
+    assert [name for name in PARTS if f"`{name}`" not in text] == []
