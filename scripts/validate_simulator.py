@@ -181,24 +181,21 @@ _WARM = Workload("warm", "", 3, Fixed(64), Fixed(16))
 
 
 def real_run(case: Case, url: str, text_seed: int, limit: float) -> dict[str, Any]:
+    before = _preemptions(case, url)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         records = runner.run(send(case, url, text_seed, limit))
     window = max(r.ended for r in records) - min(r.due for r in records)
     figures = summarize(records, window)
-    metrics = httpx.get(f"{url}/metrics", headers=_headers(case), timeout=10.0).text
-    figures["preemptions"] = _counter(metrics, "turnstile_preemptions_total")
+    figures["preemptions"] = _preemptions(case, url) - before
     return figures
 
 
-def _headers(case: Case) -> dict[str, str]:
+def _preemptions(case: Case, url: str) -> float:
     key = case.streams[0].key
-    return {"authorization": f"Bearer {key}"} if key else {}
-
-
-def _counter(metrics: str, name: str) -> float:
-    return next(
-        float(line.split()[1]) for line in metrics.splitlines() if line.startswith(name + " ")
-    )
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    lines = httpx.get(f"{url}/metrics", headers=headers, timeout=10.0).text.splitlines()
+    name = "turnstile_preemptions_total "
+    return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
 # -- the simulated ones ---------------------------------------------------------------------------
@@ -291,10 +288,12 @@ def _at(figures: Any, path: tuple[str, ...]) -> float | None:
 
 def table(outcomes: list[Outcome], known: Calibration, size: int, off: float) -> str:
     fit, front = known.coefficients, known.front
+    rounds = max(len(outcome.real) for outcome in outcomes)
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     lines = [
-        f"{size} requests a run, every run twice, {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} "
-        f"UTC, {os.cpu_count()} cores, client on the same cores. Calibrated on the first W1 run "
-        f"only: {fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
+        f"{size} requests a run, {rounds} runs of each load, {when} UTC, {os.cpu_count()} cores, "
+        "client on the same cores. Calibrated on the first W1 run only: "
+        f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
         f"{fit.gamma * 1e9:.1f} ns a query-key pair, {fit.delta * 1e6:.1f} µs a sequence, "
         f"scatter {known.spread:.0%}; {front.per_request * 1e3:.2f} ms a request at the door, "
         f"{front.delivery * 1e3:.2f} ms and {front.per_row * 1e6:.0f} µs a row to the client "
@@ -345,45 +344,58 @@ def main() -> int:
     return 0 if all(v.right for o in outcomes for v in o.verdicts()) else 1
 
 
+FITTING_S = 90.0
+
+
 def run_all(options: argparse.Namespace, ends: float) -> tuple[list[Outcome], Calibration, float]:
     """All real runs, as long as there is time; then everything simulated."""
     log = options.output.with_suffix(".log")
+    ends -= FITTING_S
     first = cases(options.requests, 1.0)[0]
     text_seeds = iter(range(time.time_ns() % 10**9, 2 * 10**9))
 
-    def measured(case: Case, url: str) -> dict[str, Any]:
-        left = max(10.0, ends - time.monotonic())
+    def measured(case: Case, url: str) -> dict[str, Any] | None:
+        """Figures of a run, None where it did not end as it should: said, and left out."""
         began = time.monotonic()
-        figures = real_run(case, url, next(text_seeds), left)
+        figures = real_run(case, url, next(text_seeds), max(10.0, ends - began))
+        lost = figures["incomplete"] + figures["failed"]
         _tell(
             f"{case.name}: {figures['output_throughput']:.0f} tok/s, "
-            f"{figures['completed']} completed, {time.monotonic() - began:.0f} s"
+            f"{figures['completed']} completed, {lost} not, {time.monotonic() - began:.0f} s"
+            + (f" ({figures['reasons']})" if figures["reasons"] else "")
         )
-        return figures
+        return None if lost else figures
+
+    def add(outcome: Outcome, url: str) -> None:
+        if time.monotonic() < ends:
+            figures = measured(outcome.case, url)
+            if figures is not None:
+                outcome.real.append(figures)
 
     with serving(options.model, options.port, first.flags, log) as url:
         taught = measured(first, url)
+        if taught is None:
+            raise SystemExit("The first run did not end: there is nothing to learn from.")
         known = ask_server(url)
         planned = cases(options.requests, 0.8 * taught["request_throughput"])
         outcomes = [Outcome(case) for case in planned]
         outcomes[0].real.append(taught)
+        plain = [outcome for outcome in outcomes if not outcome.case.flags]
         for number in range(options.rounds):
-            for outcome in outcomes:
-                alone = outcome is outcomes[0] and number == 0
-                if not alone and not outcome.case.flags and time.monotonic() < ends:
-                    outcome.real.append(measured(outcome.case, url))
+            for outcome in plain[1:] if number == 0 else plain:
+                add(outcome, url)
     for outcome in outcomes:
         if outcome.case.flags:
             with serving(options.model, options.port, outcome.case.flags, log) as url:
                 for _ in range(options.rounds):
-                    if time.monotonic() < ends:
-                        outcome.real.append(measured(outcome.case, url))
+                    add(outcome, url)
     _tell("fitting what is around the engine to the first run")
     fitted, off = fit_front(known, load_of(first), taught)
+    outcomes = [outcome for outcome in outcomes if outcome.real]
     for outcome in outcomes:
         _tell(f"simulating {outcome.case.name}")
         outcome.simulated = simulated_run(outcome.case, fitted)
-    return [outcome for outcome in outcomes if outcome.real], fitted, off
+    return outcomes, fitted, off
 
 
 def _tell(text: str) -> None:

@@ -46,10 +46,10 @@ def test_the_front_delays_what_comes_in_and_what_goes_out() -> None:
     assert journal.first[1] == pytest.approx(0.2 + 0.020 + 0.2 + 0.01)
 
 
-def test_a_closed_loop_asks_again_when_it_is_answered() -> None:
+def test_a_closed_loop_asks_again_when_it_is_answered_and_has_thought() -> None:
     load = replace(arrivals(*[(0.0, 10, 2)] * 6), due=None, users=2, think=1.0)
     journal = play(Plant(setup(max_num_seqs=8)), load)
-    assert list(journal.due[:2]) == [0.0, 0.0]
+    assert list(journal.due[:2]) == [0.0, 0.5]
     for user_before, user_after in ((0, 2), (1, 3), (2, 4), (3, 5)):
         assert journal.due[user_after] == journal.ended[user_before] + 1.0
 

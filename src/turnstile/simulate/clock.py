@@ -60,7 +60,8 @@ class Clock:
         if load.due is None:
             users = min(load.users, len(load))
             for user in range(users):
-                self._push(0.0, _DUE, user, -1)
+                # Who pauses between questions does not come together with all others either.
+                self._push(load.think * user / users, _DUE, user, -1)
             self._next = users
 
     def _push(self, time: float, kind: int, index: int, machine: int) -> None:

@@ -44,7 +44,8 @@ class Load:
     users
         Of a closed loop: how many ask again as soon as they are answered.
     think
-        Seconds a user of a closed loop waits before asking again.
+        Seconds a user of a closed loop waits before asking again; the first questions come evenly
+        over as long.
     max_tokens
         The limit each request states, where that is more than its answer has (the answer then ends
         by a stop token). None: the limit is the answer's length.

@@ -87,6 +87,8 @@ class LoadOptions:
     """Every prompt begins with one of so many common texts."""
     prefix_tokens: int = 512
     """Tokens of each of them."""
+    think: float = 0.0
+    """Seconds a user waits before asking again."""
     max_tokens: int | None = None
     """The limit requests state, where that is more than their answers have."""
     seed: int = 101
@@ -261,7 +263,7 @@ class Loads:
                 prefixes=options.prefixes, prefix_tokens=options.prefix_tokens,
                 max_len=self.max_len,
             )  # fmt: skip
-        return replace(load, max_tokens=options.max_tokens)
+        return replace(load, max_tokens=options.max_tokens, think=options.think)
 
     def points(self) -> Iterator[tuple[str, Load]]:
         """Every load to simulate, with its name."""

@@ -10,9 +10,10 @@ from turnstile.simulate.clock import Clock
 from turnstile.simulate.figures import Figures, Limits, measure
 from turnstile.simulate.journal import Journal
 from turnstile.simulate.load import Load
-from turnstile.simulate.machine import TurnstileMachine
+from turnstile.simulate.machine import Machine, TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
 from turnstile.simulate.setup import Setup
+from turnstile.simulate.static import StaticMachine
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +23,8 @@ class Plant:
     setup: Setup
     replicas: int = 1
     router: str = "round-robin"
+    static: bool = False
+    """Static batches over contiguous memory, instead of the scheduler that serves."""
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
@@ -35,8 +38,11 @@ def play(
 ) -> Journal:
     """Run the load to its end; returns what happened. ``fast`` changes nothing but the time."""
     journal = Journal(len(load))
-    machines = [
-        TurnstileMachine(plant.setup, load, journal, fast=fast) for _ in range(plant.replicas)
+    machines: list[Machine] = [
+        StaticMachine(plant.setup, load, journal)
+        if plant.static
+        else TurnstileMachine(plant.setup, load, journal, fast=fast)
+        for _ in range(plant.replicas)
     ]
     clock = Clock(load, machines, ROUTERS[plant.router](load), journal)
     # Nothing here makes cycles, and the collector would look at every waiting request again.
