@@ -139,6 +139,31 @@ def test_b91_who_waits_for_pages_says_so_and_who_is_behind_says_that(
 
 
 @pytest.mark.e2e
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_cancelled_request_leaves_nothing_behind(crowded: ServerProcess, n: int) -> None:
+    before = scrape(crowded)
+    body: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 140 // n, "ignore_eos": True, "n": n}
+    streams = [crowded.stream("/v1/completions", **body) for _ in range(4)]
+    first = next(streams[0])
+    rest = [threading.Thread(target=lambda s=s: list(s)) for s in streams[1:]]
+    for thread in rest:
+        thread.start()
+    for told in crowded.http.get("/v1/requests?state=alive").json()["data"]:
+        answer = crowded.http.delete(f"/v1/requests/{told['answer_id']}")
+        assert answer.status_code == 200
+    events = [first, *streams[0]]
+    finishes = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+    assert set(finishes) <= {"abort", "length"}
+    assert len(finishes) == n
+    for thread in rest:
+        thread.join(30)
+        assert not thread.is_alive()
+    after = scrape(crowded)
+    assert growth(before, after, "turnstile_requests_total", outcome="abort") > 0
+    assert total(after, "turnstile_pages", state="held") == 0
+
+
+@pytest.mark.e2e
 def test_b91_outcomes_add_up_to_what_was_sent(crowded: ServerProcess) -> None:
     before = scrape(crowded)
     crowded.complete([5] * 20, max_tokens=3)

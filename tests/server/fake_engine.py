@@ -58,6 +58,7 @@ class _Sample:
 
 class FakeStream(Stream):
     def __init__(self, engine: FakeEngine, generation: Generation) -> None:
+        self.engine = engine
         self.request_id = generation.request_id
         self.generation = generation
         self.rows: list[Row] = []
@@ -90,6 +91,11 @@ class FakeStream(Stream):
             if sample_index in (None, sample.index):
                 sample.done = True
         self.arrived.set()
+
+    def abort(self) -> None:
+        for sample in self.samples:
+            if not sample.done:
+                self.engine._end(sample, [], finish="abort")
 
 
 @dataclass

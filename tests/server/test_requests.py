@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from typing import Any
 
 import pytest
@@ -208,6 +209,59 @@ def test_while_the_engine_is_away_the_reason_is_the_engine(serve: Serve) -> None
             assert told["crashes"] == 1
             client.reset()
             await until(lambda: not served.service.requests.alive())
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_cancelled_request_ends_with_what_there_is(serve: Serve, stream: bool) -> None:
+    async def test() -> None:
+        async with serve(max_num_seqs=2, delay=0.002) as served:
+            headers = {"x-request-id": "runaway"}
+            body = LONG | {"stream": stream, "n": 2}
+            answer = asyncio.create_task(
+                served.client.post("/v1/completions", json=body, headers=headers)
+            )
+            await until(lambda: served.engine.snapshot.running == 2)
+            waiting = asyncio.create_task(served.complete(max_tokens=5, ignore_eos=True))
+            cancelled = await served.client.delete("/v1/requests/runaway")
+            assert cancelled.status_code == 200
+            ended = await answer
+            assert ended.status_code == 200
+            finishes = re.findall(r'"finish_reason":"(\w+)"', ended.text)
+            assert finishes == ["abort", "abort"]
+            assert "hello" in ended.text or "h" in ended.text
+            assert ended.text.endswith("data: [DONE]\n\n") == stream
+            assert (await waiting).json()["usage"]["completion_tokens"] == 5
+            told = await one(served, "runaway")
+            assert told["finish_reason"] == "abort"
+            assert "cancelled" in [note["event"] for note in told["events"]]
+            assert served.service.metrics.outcomes["abort"] == 1
+            again = await served.client.delete("/v1/requests/runaway")
+            assert again.json()["state"] == "ended"
+
+    asyncio.run(test())
+
+
+def test_nobody_cancels_what_is_not_theirs(serve: Serve) -> None:
+    async def test() -> None:
+        config = {"api_key": ["a-key", "b-key"], "admin_api_key": ["boss"]}
+        async with serve(config=config, delay=0.002) as served:
+            answer = asyncio.create_task(
+                served.client.post(
+                    "/v1/completions", json=LONG,
+                    headers={"x-api-key": "a-key", "x-request-id": "mine"},
+                )
+            )  # fmt: skip
+            await until(lambda: served.engine.snapshot.running == 1)
+            path = "/v1/requests/mine"
+            foreign = await served.client.delete(path, headers={"x-api-key": "b-key"})
+            assert foreign.status_code == 404
+            page = {"x-api-key": "boss", "origin": "http://evil.example"}
+            assert (await served.client.delete(path, headers=page)).status_code == 403
+            assert not answer.done()
+            await served.client.delete(path, headers={"x-api-key": "boss"})
+            assert (await answer).json()["choices"][0]["finish_reason"] == "abort"
 
     asyncio.run(test())
 

@@ -78,6 +78,12 @@ class Stream(ABC):
         point are not charged. Safe at any time, any number of times.
         """
 
+    @abstractmethod
+    def abort(self) -> None:
+        """End all samples with a last row each, whose ``finish`` is ``abort``: for whoever reads
+        this stream it ends properly.
+        """
+
 
 class EngineClient(ABC):
     """An engine that may die and come back without its callers noticing."""

@@ -16,6 +16,7 @@ from turnstile.engine.client import (
 )
 from turnstile.engine.journal import Entry, Journal
 from turnstile.engine.protocol import (
+    Cancel,
     Command,
     Control,
     EngineInfo,
@@ -58,6 +59,9 @@ class JournaledStream(Stream):
         self._rows = [row for row, gone in zip(self._rows, ended, strict=True) if not gone]
         self._client.cancel(self.request_id, sample_index, reason)
         self.wake()
+
+    def abort(self) -> None:
+        self._client.abort(self.request_id)
 
     def put(self, row: Row) -> None:
         """Add a row for the reader."""
@@ -115,6 +119,13 @@ class JournaledClient(EngineClient):
         if command is not None:
             self._send(command)
         self._forget_if_ended(request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request and say so to its reader: what :meth:`Stream.abort` does."""
+        entry = self._journal.entries.get(request_id)
+        if entry is not None:
+            self._end(entry, "abort")
+            self._send(Cancel(request_id))
 
     def check_fits(self, prompt_tokens: int, max_tokens: int, n: int) -> None:
         info = self.info

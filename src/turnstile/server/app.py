@@ -38,6 +38,7 @@ ROUTES: tuple[tuple[str, str, Handler], ...] = (
     ("GET", "/v1/models/{name:path}", info.model_card),
     ("GET", "/v1/requests", requests.requests),
     ("GET", "/v1/requests/{id:path}", requests.request),
+    ("DELETE", "/v1/requests/{id:path}", requests.cancel),
     ("POST", "/tokenize", tokenize.tokenize),
     ("POST", "/detokenize", tokenize.detokenize),
     ("GET", "/tokenizer_info", info.tokenizer_info),

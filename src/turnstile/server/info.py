@@ -114,7 +114,7 @@ async def server_info(service: Service, exchange: Exchange) -> None:
 async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     """Forget the cached pages nobody holds. Administrators only."""
     require_admin(exchange.tenant)
-    _refuse_foreign_page(service, exchange)
+    refuse_foreign_page(service, exchange)
     service.require_model()
     if service.engine.state is not EngineState.READY:
         raise ApiError(503, "The engine is not ready.", code="model_loading", retry_after=1.0)
@@ -122,7 +122,7 @@ async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
     await exchange.respond_json({"status": "ok"})
 
 
-def _refuse_foreign_page(service: Service, exchange: Exchange) -> None:
+def refuse_foreign_page(service: Service, exchange: Exchange) -> None:
     """Without a key a web page could reach this route by a plain form; its Origin gives it away."""
     origin = exchange.header(b"origin")
     if origin is None or service.cors.allows(origin):

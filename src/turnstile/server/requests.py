@@ -1,7 +1,10 @@
-"""``GET /v1/requests`` and ``/v1/requests/{id}``: why a request waits, and where its time went."""
+"""``/v1/requests`` and ``/v1/requests/{id}``: why a request waits, where its time went, and a way
+to end it.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import parse_qs
@@ -13,8 +16,11 @@ from turnstile.core.request import Request, Sequence
 from turnstile.engine.client import EngineState
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.exchange import Exchange
+from turnstile.server.info import refuse_foreign_page
 from turnstile.server.service import Service
 from turnstile.server.trails import Part, RequestTrail, SampleTrail
+
+logger = logging.getLogger("turnstile.server")
 
 STATES = ("alive", "waiting", "running", "ended", "all")
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
@@ -43,16 +49,35 @@ async def requests(service: Service, exchange: Exchange) -> None:
 
 async def request(service: Service, exchange: Exchange) -> None:
     """Tell of one request: by its `x-request-id`, or the `id` in its answer."""
-    name = exchange.scope["path_params"]["id"]
     view = View(service)
-    found = next((t for t in view.log.find(name) if view.may_see(exchange, t)), None)
-    if found is None:
+    await exchange.respond_json(view.detail(_find(view, exchange)))
+
+
+async def cancel(service: Service, exchange: Exchange) -> None:
+    """End a request, one's own or, for an admin, any. Its answer ends with what there is."""
+    refuse_foreign_page(service, exchange)
+    view = View(service)
+    found = _find(view, exchange)
+    if found.record is not None:
+        found.note(service.clock(), "cancelled")
+        logger.info("Request %s is cancelled by %s", found.id, exchange.tenant.name)
+        for job in found.record.jobs:
+            if job.stream is not None:
+                job.stream.abort()
+    await exchange.respond_json(view.detail(found))
+
+
+def _find(view: View, exchange: Exchange) -> RequestTrail:
+    """The newest of that name that the caller may know of, one that is alive before others."""
+    name = exchange.scope["path_params"]["id"]
+    seen = [trail for trail in view.log.find(name) if view.may_see(exchange, trail)]
+    if not seen:
         raise ApiError(
             404,
             "There is no such request, or it ended too long ago.",
             code="request_not_found",
         )
-    await exchange.respond_json(view.detail(found))
+    return next((trail for trail in seen if trail.ended is None), seen[0])
 
 
 def _query(exchange: Exchange) -> tuple[str, int]:
