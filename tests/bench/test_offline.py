@@ -27,8 +27,13 @@ SETTINGS = {"backend": "reference", "num_pages": 64, "max_model_len": 256, "thre
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
-    with LLM(str(make_tiny_llama(tmp_path_factory.mktemp("tiny"))), **SETTINGS) as made:
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(make_tiny_llama(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def llm(model: str) -> Iterator[LLM]:
+    with LLM(model, **SETTINGS) as made:
         yield made
 
 
@@ -79,6 +84,26 @@ def test_latency_times_every_batch_but_those_to_warm_up(llm: LLM) -> None:
             num_iters=1,
             text_seed=0,
         )
+
+
+def test_both_take_the_engine_s_flags_and_write_vllm_s_fields(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engine = ["--model", model, "--backend", "reference", "--num-pages", "64", "--threads", "1"]
+    file = tmp_path / "result.json"
+    work = ["--num-prompts", "2", "--input-len", "8", "--output-len", "3"]
+    words = ["bench", "throughput", *work, *engine, "--output-json", file.name]
+    assert main([*words, "--result-dir", str(tmp_path)]) == 0
+    assert "output tokens/s" in capsys.readouterr().out
+    result = json.loads(file.read_text())
+    assert result["workload"] == "W2*"
+    assert result["total_num_tokens"] == 2 * (8 + 3)
+    iterations = ["--num-iters", "1", "--num-iters-warmup", "0", "--batch-size", "2"]
+    sizes = ["--input-len", "8", "--output-len", "2"]
+    words = ["bench", "latency", *iterations, *sizes, *engine, "--output-json", str(file)]
+    assert main(words) == 0
+    assert "Avg latency" in capsys.readouterr().out
+    assert len(json.loads(file.read_text())["latencies"]) == 1
 
 
 def test_an_answer_cut_short_is_no_measurement(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bench import virtual_time
-from bench.fake_server import FakeServer, Script, Stream, in_a_thread, serving
+from bench.fake_server import FakeServer, Script, Stream, in_a_thread, respond, serving
 from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop
+from turnstile.bench.client import ServerError, wait_until_ready
 from turnstile.bench.drive import Driver
 from turnstile.bench.metrics import Figures, measure
 from turnstile.bench.plan import Planned
@@ -96,3 +97,40 @@ def test_repetitions_have_the_same_lengths_and_fresh_text(
     assert [r["output_tokens"] for r in result["repetitions"]] == [640, 640]
     assert main(["bench", "compare", str(file), str(file)]) == 0
     assert "1.000" in capsys.readouterr().out
+
+
+def test_requests_to_warm_up_are_sent_and_not_counted(tmp_path: Path) -> None:
+    lengths: list[int] = []
+
+    async def script(body: dict[str, Any], stream: Stream) -> None:
+        lengths.append(body["max_tokens"])
+        await answer_at_once(body, stream)
+
+    file = tmp_path / "result.json"
+    words = ["bench", "serve", "--workload", "W4", "--num-warmups", "3", "--output", str(file)]
+    with in_a_thread(script) as url:
+        assert main([*words, "--url", url]) == 0
+    assert lengths == [8] * 3 + [128] * 5
+    assert json.loads(file.read_text())["completed"] == 5
+
+
+def test_a_server_that_still_loads_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = 0
+
+    async def loading(fake: FakeServer, path: str, writer: asyncio.StreamWriter) -> bool:
+        nonlocal looks
+        looks += 1
+        if path == "/v1/models" and looks < 3:
+            respond(writer, 200, {"data": []})
+            return True
+        return False
+
+    monkeypatch.setattr(FakeServer, "tell", loading)
+
+    async def go(seconds: float) -> str:
+        async with serving(answer_at_once) as (_, server):
+            return await wait_until_ready(server, seconds)
+
+    with pytest.raises(ServerError, match="lists no model"):
+        virtual_time.run(monkeypatch, go(0.0))
+    assert virtual_time.run(monkeypatch, go(60.0)) == "fake"
