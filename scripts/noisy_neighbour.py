@@ -10,8 +10,12 @@ A's user, who asks one short question after another:
     python scripts/noisy_neighbour.py                       about 8 minutes
     python scripts/noisy_neighbour.py --seconds 30 --rounds 1 -- --target-itl 0.1
 
-What comes after -- is given to every server. Exits with 1 where the flood's p99 TTFT or ITL is more
-than 1.5 times the baseline's, or the same holds without fairness too.
+What comes after -- is given to every server. On a machine with other work all that is measured is
+the other work; --processor-time runs the engine alone in this process, on one thread, and counts
+the seconds that the processor spends on it, as on a machine of its own.
+
+Exits with 1 where the flood's p99 TTFT or ITL is more than 1.5 times the baseline's, or the same
+holds without fairness too.
 """
 
 from __future__ import annotations
@@ -42,6 +46,12 @@ from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.bench.metrics import records_of
 from turnstile.bench.plan import Planned, plan
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
+from turnstile.engine.build import MODEST_POOL, make_scheduler
+from turnstile.engine.config import EngineConfig
+from turnstile.engine.loop import StepLoop
+from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import StepResult, Submit
+from turnstile.lab.model import LabModel, open_model
 
 TENANTS = '[tenants.a]\nkeys = ["key-a"]\n[tenants.b]\nkeys = ["key-b"]\n'
 START_S = 120.0
@@ -182,6 +192,80 @@ async def get(server: Server, path: str) -> bytes:
     return answer.body
 
 
+class Room:
+    """The engine in this process, and users who ask again when they are answered."""
+
+    def __init__(self, model: LabModel, scenario: Scenario) -> None:
+        config = EngineConfig(scheduling_policy=scenario.policy)  # type: ignore[arg-type]
+        pages = MODEST_POOL // model.kv_bytes(config.page_size)
+        runner = model.runner(
+            num_pages=pages,
+            page_size=config.page_size,
+            max_tokens=config.max_num_batched_tokens,
+            max_sequences=config.max_num_seqs,
+        )
+        scheduler = make_scheduler(config, pages, 4096)
+        self.loop = StepLoop(scheduler, runner, 1, self.take, time.process_time)
+        self.draw = np.random.default_rng(5)
+        self.vocabulary = model.vocab_size
+        self.asked: dict[str, float] = {}
+        self.times: dict[str, list[float]] = {}
+        self.workloads = {"a": USER, "b": scenario.neighbours}
+
+    def ask(self, tenant: str) -> None:
+        workload = self.workloads[tenant]
+        prompt = int(workload.prompt.draw(1, self.draw)[0])
+        outputs = int(workload.output.draw(1, self.draw)[0])
+        name = f"{tenant}{len(self.asked)}"
+        self.asked[name] = time.process_time()
+        self.times[name] = []
+        self.loop.apply(
+            Submit(
+                name,
+                self.draw.integers(3, self.vocabulary, prompt).tolist(),
+                SamplingParams(temperature=0.0),
+                outputs,
+                0,
+                tenant=tenant,
+                arrival=self.asked[name],
+            )
+        )
+
+    def take(self, result: StepResult) -> None:
+        now = time.process_time()
+        for row in result.rows:
+            if row.tokens:
+                self.times[row.request_id].append(now)
+            if row.finish is not None:
+                self.ask(row.request_id[0])
+
+    def run(self, seconds: float) -> None:
+        end = time.process_time() + seconds
+        while time.process_time() < end:
+            self.loop.step()
+
+
+def alone(model: LabModel, scenario: Scenario, options: argparse.Namespace) -> Felt:
+    """What A's user feels of the engine alone, in seconds of processor time."""
+    room = Room(model, scenario)
+    for _ in range(scenario.neighbours.users or 1):
+        room.ask("b")
+    room.run(options.warmup)
+    began, computed = time.process_time(), room.loop.scheduler.statistics.computed_tokens
+    room.ask("a")
+    room.run(options.seconds)
+    now, felt = time.process_time(), Felt()
+    for name, asked in room.asked.items():
+        times = room.times[name]
+        if name.startswith("a"):
+            felt.ttft.append((times[0] if times else now) - asked)
+            felt.itl += [after - before for before, after in pairwise(times)]
+            felt.waiting += not times
+    computed = room.loop.scheduler.statistics.computed_tokens - computed
+    felt.neighbour_tokens = computed / (now - began)
+    return felt
+
+
 def table(results: dict[str, Felt]) -> str:
     def cell(values: list[float], percent: float) -> str:
         return f"{1000 * np.percentile(values, percent):.0f}" if values else "–"
@@ -227,6 +311,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--neighbours", type=int, default=99)
     parser.add_argument("--prompt", type=int, default=1200, help="mean tokens of the flood's")
+    parser.add_argument("--processor-time", action="store_true", help="the engine alone")
     parser.add_argument("--only", action="append", help="name of a scenario (repeatable)")
     parser.add_argument("options", nargs="*", help="flags of turnstile serve, after --")
     options = parser.parse_args()
@@ -234,6 +319,12 @@ def main() -> int:
     if options.only:
         chosen = [s for s in chosen if s.name in ("baseline", *options.only)]
     results = {scenario.name: Felt() for scenario in chosen}
+    if options.processor_time:
+        model = open_model(processor_time=True)
+        for scenario in chosen:
+            print(scenario.name, file=sys.stderr)
+            results[scenario.name] = alone(model, scenario, options)
+        options.rounds = 0
     with tempfile.TemporaryDirectory(prefix="noisy-") as directory:
         for number in range(options.rounds):
             for scenario in chosen:
