@@ -138,6 +138,18 @@ def test_the_command_prints_a_line_for_each_point_and_says_what_is_an_estimate(
     )
 
 
+def test_the_gate_can_be_bounded_from_the_command_line(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "points.json"
+    words = "simulate --cost 0.01,0.001,0,0 --num-pages 500 --rate 200 --requests 60"
+    words += f" --max-num-seqs 2 --max-num-queued-reqs 3 --output {path}"
+    assert main(words.split()) == 0
+    figures = json.loads(path.read_text())["points"][0]["figures"]
+    assert figures["rejected"] > 20
+    assert figures["rejected"] + figures["completed"] == 60
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [

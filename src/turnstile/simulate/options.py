@@ -55,6 +55,10 @@ class MachineOptions:
     """expected, guaranteed or unchecked; several to sweep."""
     scheduling_policy: list[str] = field(default_factory=list)
     """fair, fcfs or priority; several to sweep."""
+    max_num_queued_reqs: int | None = None
+    """Most requests waiting to start; more are refused, as by the server's gate."""
+    max_queue_wait: float | None = None
+    """Most seconds of predicted wait; who would wait longer is refused."""
     prefix_caching: bool = True
     """Keep the pages of finished prompts for requests that begin alike."""
     replicas: list[int] = field(default_factory=list)
@@ -217,6 +221,8 @@ def _adjusted(setup: Setup, options: MachineOptions) -> Setup:
         num_pages=options.num_pages or setup.num_pages,
         prefix_caching=setup.prefix_caching and options.prefix_caching,
         scheduler=scheduler,
+        max_num_queued_reqs=options.max_num_queued_reqs,
+        max_queue_wait=options.max_queue_wait,
     )
 
 
