@@ -10,7 +10,7 @@ from xml.dom import minidom
 import pytest
 
 from turnstile.lab.page import render
-from turnstile.lab.session import run_parts
+from turnstile.lab.session import PageError, run_parts
 from turnstile.lab.story import Claim, Part, Plot, Series, Table, show_cell
 from turnstile.lab.svg import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WIDTH, draw
 
@@ -82,8 +82,9 @@ def test_a_part_run_with_a_page_writes_it(tmp_path: Path) -> None:
     text = page.read_text()
     assert "All forms agree" in text
     assert '<section id="attention">' in text
-    with pytest.raises(FileNotFoundError):
-        run_parts(["attention"], model="tiny", html=tmp_path / "nowhere" / "report.html")
+    for place in (tmp_path, tmp_path / "nowhere" / "report.html"):
+        with pytest.raises(PageError, match="no file in a directory that exists"):
+            run_parts(["attention"], model="tiny", html=place)
 
 
 def test_failed_claims_are_those_that_do_not_hold() -> None:

@@ -10,6 +10,10 @@ from cyclopts import App, Parameter
 app = App(name="lab", help="See what each mechanism is for: with it and without it, side by side.")
 
 
+class ModelChoiceError(ValueError):
+    """Two models were asked for."""
+
+
 @app.default
 def lab(
     *parts: str,
@@ -46,6 +50,8 @@ def lab(
     from turnstile.lab.session import list_entries, run_parts
     from turnstile.lab.tiny import NAME
 
+    if tiny and model is not None:
+        raise ModelChoiceError("--tiny is a model of its own: give it or --model, not both.")
     if list_parts or not (parts or all_parts):
         list_entries()
         return 0

@@ -24,6 +24,10 @@ class UnknownPartError(ValueError):
     """There is no part of that name."""
 
 
+class PageError(ValueError):
+    """The page cannot be written there."""
+
+
 def make_console() -> Console:
     """A console whose tables are not cut where the output is a file."""
     width = None if sys.stdout.isatty() else WIDTH
@@ -54,13 +58,16 @@ def run_parts(
     ------
     UnknownPartError
         Naming what there is.
+    PageError
+        ``html`` is not a place for a file.
     """
     wanted = list(PARTS if names is None else names)
     for name in wanted:
         if name not in PARTS:
             raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
-    if html is not None and not html.parent.is_dir():
-        raise FileNotFoundError(2, "No such directory for the page", str(html.parent))
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        # Now, and not after minutes of work.
+        raise PageError(f"--html {html}: that is no file in a directory that exists.")
     console = make_console()
     began = time.perf_counter()
     lab_model = open_model(model, threads=threads, processor_time=processor_time)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnstile.bench.lengths import Uniform
 from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import compare, wrong
+from turnstile.lab.parts.common import Outcome, compare, wrong
 from turnstile.lab.parts.prefix import LONGEST, REQUESTS, SYSTEM, shared_asks
 from turnstile.lab.policies import NO_COUNTS, TURNSTILE, UncountedPool
 from turnstile.lab.story import Part, Table
@@ -40,23 +40,7 @@ def run(model: LabModel, part: Part) -> None:
             ),
         )
     )
-    part.show(
-        Table(
-            f"Wrong answers (the first {min(SHOWN, len(differing))})",
-            ("", "wrong from token", "right", "given"),
-            tuple(
-                (
-                    name,
-                    at,
-                    str(counted.run.answers[name].tokens[at]),
-                    str(uncounted.run.answers[name].tokens[at]),
-                )
-                for name, at in list(differing.items())[:SHOWN]
-            ),
-            note="Token ids. No error is raised anywhere: another request's memory reads as well "
-            "as one's own.",
-        )
-    )
+    part.show(_wrong_answers(counted, uncounted, differing))
     part.claim(
         f"Without counts {stolen} pages are taken from requests that still read them.", stolen > 0
     )
@@ -76,6 +60,24 @@ def run(model: LabModel, part: Part) -> None:
         """Why: a page that several read is nobody's to give away. The count says when the last one
         has left, and the audit after every step (free, held and cached pages add up; every count is
         the number of page tables that hold the page) would have found the first wrong one."""
+    )
+
+
+def _wrong_answers(counted: Outcome, uncounted: Outcome, differing: dict[str, int]) -> Table:
+    return Table(
+        f"Wrong answers (the first {min(SHOWN, len(differing))})",
+        ("", "wrong from token", "right", "given"),
+        tuple(
+            (
+                name,
+                at,
+                str(counted.run.answers[name].tokens[at]),
+                str(uncounted.run.answers[name].tokens[at]),
+            )
+            for name, at in list(differing.items())[:SHOWN]
+        ),
+        note="Token ids. No error is raised anywhere: another request's memory reads as well as "
+        "one's own.",
     )
 
 

@@ -6,7 +6,7 @@ from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.lab.drive import percentile
 from turnstile.lab.load import arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import compare
+from turnstile.lab.parts.common import Outcome, compare
 from turnstile.lab.policies import FIRST_COME, TURNSTILE
 from turnstile.lab.story import Part, Plot, Series, Table
 
@@ -35,26 +35,7 @@ def run(model: LabModel, part: Part) -> None:
         token counters whoever was served less is next, and a slot is kept for a tenant that runs
         nothing."""
     )
-    rows = []
-    for outcome in (first, fair):
-        for tenant in ("guest", "flood"):
-            answers = outcome.of(tenant)
-            waits = [a.wait for a in answers]
-            rows.append(
-                (
-                    f"{outcome.policy.name}: {tenant}", len(answers), percentile(waits, 50),
-                    max(waits), percentile((a.latency for a in answers), 50),
-                    max(a.end_step for a in answers),
-                )
-            )  # fmt: skip
-    part.show(
-        Table(
-            "Who waits",
-            ("", "requests", "first token p50", "at most", "whole answer p50", "last one ends at"),
-            tuple(rows),
-            note="In steps.",
-        )
-    )
+    part.show(_waits(first, fair))
     part.show(
         Plot(
             "The guest's wait for a first token",
@@ -83,4 +64,25 @@ def run(model: LabModel, part: Part) -> None:
     part.say(
         """Why: a queue in order of arrival belongs to whoever fills it first. Counting what each
         tenant was given, in tokens, needs no limits and no knowledge of who behaves."""
+    )
+
+
+def _waits(first: Outcome, fair: Outcome) -> Table:
+    rows = []
+    for outcome in (first, fair):
+        for tenant in ("guest", "flood"):
+            answers = outcome.of(tenant)
+            waits = [a.wait for a in answers]
+            rows.append(
+                (
+                    f"{outcome.policy.name}: {tenant}", len(answers), percentile(waits, 50),
+                    max(waits), percentile((a.latency for a in answers), 50),
+                    max(a.end_step for a in answers),
+                )
+            )  # fmt: skip
+    return Table(
+        "Who waits",
+        ("", "requests", "first token p50", "at most", "whole answer p50", "last one ends at"),
+        tuple(rows),
+        note="In steps.",
     )

@@ -6,7 +6,7 @@ from turnstile.bench.lengths import Fixed
 from turnstile.lab.drive import Run
 from turnstile.lab.load import arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import compare
+from turnstile.lab.parts.common import Outcome, compare
 from turnstile.lab.policies import TURNSTILE, WHOLE_PROMPTS
 from turnstile.lab.story import Part, Plot, Series, Table
 
@@ -31,28 +31,7 @@ def run(model: LabModel, part: Part) -> None:
         short question. Computed in one piece, the prompt is one step that everybody waits for. In
         chunks, no step computes more than {BUDGET} tokens, and the short question goes first."""
     )
-    rows = []
-    for name, outcome in (("whole", whole), ("chunks", chunks)):
-        rows.append(
-            (
-                name, len(outcome.run.steps), _largest(outcome.run), _stall(outcome.run),
-                1000 * max(_gaps(outcome.run)), _behind(outcome.run, "short0"),
-                _behind(outcome.run, "long0"),
-            )
-        )  # fmt: skip
-    part.show(
-        Table(
-            "A long prompt among streams",
-            (
-                "", "steps", "largest step", "longest gap", "longest gap, ms",
-                "short one's wait", "long one's wait",
-            ),
-            tuple(rows),
-            note="In tokens that the machine computes meanwhile, unless said otherwise: the "
-            "largest step, the longest time between two tokens of a stream, the time from arrival "
-            "to the first token. Milliseconds as measured here, once.",
-        )
-    )  # fmt: skip
+    part.show(_cost(whole, chunks))
     part.show(
         Plot(
             "Tokens computed in each step",
@@ -81,6 +60,29 @@ def run(model: LabModel, part: Part) -> None:
         """Why: a step takes as long as the tokens in it, for everybody in it. The token budget
         bounds what anybody can do to everybody else."""
     )
+
+
+def _cost(whole: Outcome, chunks: Outcome) -> Table:
+    rows = []
+    for name, outcome in (("whole", whole), ("chunks", chunks)):
+        rows.append(
+            (
+                name, len(outcome.run.steps), _largest(outcome.run), _stall(outcome.run),
+                1000 * max(_gaps(outcome.run)), _behind(outcome.run, "short0"),
+                _behind(outcome.run, "long0"),
+            )
+        )  # fmt: skip
+    return Table(
+        "A long prompt among streams",
+        (
+            "", "steps", "largest step", "longest gap", "longest gap, ms", "short one's wait",
+            "long one's wait",
+        ),
+        tuple(rows),
+        note="In tokens that the machine computes meanwhile, unless said otherwise: the largest "
+        "step, the longest time between two tokens of a stream, the time from arrival to the "
+        "first token. Milliseconds as measured here, once.",
+    )  # fmt: skip
 
 
 def _largest(run: Run) -> int:
