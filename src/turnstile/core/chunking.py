@@ -7,11 +7,10 @@ a quarter of the share belongs to the oldest, so that the novel is computed too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 
 from turnstile.core.cost import CostModel, StepCost
-from turnstile.core.plan import Chunk
 from turnstile.core.request import Sequence
 from turnstile.core.settings import SchedulerConfig
 
@@ -43,12 +42,6 @@ def prompt_budget(
     if seconds is not None and decodes.tokens:
         budget = cost.budget(seconds, decodes, largest, _context(behind))
     return min(max(budget - decodes.tokens, config.min_chunk), largest - decodes.tokens)
-
-
-def beside_strangers(decodes: Iterable[Chunk], behind: Iterable[Sequence]) -> bool:
-    """Whether somebody decodes beside the prompts of another tenant."""
-    tenants = {s.request.tenant for s in behind}
-    return any({c.sequence.request.tenant} != tenants for c in decodes)
 
 
 def _full_house(config: SchedulerConfig, cost: CostModel, batch: int) -> float:

@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from turnstile.core import events
 from turnstile.core.admission import AdmissionPolicy, Candidate, check_fits, check_slots
 from turnstile.core.alive import Alive
-from turnstile.core.chunking import beside_strangers, need, prompt_budget, share_budget
+from turnstile.core.chunking import need, prompt_budget, share_budget
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.deadlines import Deadlines
 from turnstile.core.entrance import Entrance
@@ -277,7 +277,7 @@ class Scheduler:
             return []
         whole = not self.config.chunked_prefill
         spent = self._spent(decodes)
-        strangers = self.queue.num_tenants > 1 and beside_strangers(decodes, behind)
+        strangers = self.queue.num_tenants > 1 and self._strangers(decodes, behind)
         budget = prompt_budget(self.config, self.cost, spent, behind, strangers=strangers)
         if budget <= 0:
             return []
@@ -294,6 +294,11 @@ class Scheduler:
                 score = sequence.request.score_prompt and not sequence.num_outputs
                 chunks.append(Chunk(sequence, sequence.computed, tokens, samples, (), score))
         return chunks
+
+    def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
+        """Whether somebody decodes beside the prompts of another tenant."""
+        tenants = {s.request.tenant for s in behind}
+        return any({c.sequence.request.tenant} != tenants for c in decodes)
 
     # -- the step: pages --------------------------------------------------------------------------
 
