@@ -131,6 +131,9 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--port", "99999"], "--port"),
+        (["--max-queue-wait", "-1"], "--max-queue-wait"),
+        (["--neighbour-steps", "-1"], "--neighbour-steps"),
+        (["--tenants", "/no/such/tenants.toml"], "/no/such/tenants.toml"),
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "5"], "--max-num-batched-tokens"),
         (["--page-size", "0"], "--page-size"),
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"),

@@ -65,8 +65,10 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     config.check()
     engine_config.check()
     from turnstile.engine.logs import configure
+    from turnstile.server.auth import KeyRing
     from turnstile.server.binding import bind, url_of
 
+    KeyRing.of(config)  # a mistake in the tenants' file is known before a model is fetched
     configure(config.log_level, config.log_format)
     listener = bind(config)
     try:
