@@ -41,18 +41,18 @@ def asks(count: int) -> list[Ask]:
 
 def test_a_trial_judges_all_but_each_users_first(tiny: LabModel) -> None:
     server = ContinuousServer(tiny, memory_tokens=512, max_model_len=128, slots=2)
-    tight = try_users(server, asks(12), 4, {"ttft": 4.0}, "steps")
+    tight = try_users(server, asks(12), 4, {"ttft": 4.0}, by_steps=True)
     # Two slots and four users: who asks again waits for somebody's four steps.
     assert tight.figures["goodput"]["judged"] == 8
     assert tight.attainment < 1.0
     again = ContinuousServer(tiny, memory_tokens=512, max_model_len=128, slots=2)
-    assert try_users(again, asks(12), 2, {"ttft": 1.5}, "steps").kept
+    assert try_users(again, asks(12), 2, {"ttft": 1.5}, by_steps=True).kept
 
 
 def test_by_the_processors_clock_waiting_takes_no_time(tiny: LabModel) -> None:
     server = ContinuousServer(tiny, memory_tokens=512, max_model_len=128, slots=2)
     late = [Ask("late", (5, 6), 3, 3, arrival=3600.0)]
-    run = drive(server, OpenLoad(late), "processor")
+    run = drive(server, OpenLoad(late), by_steps=False, seconds="processor")
     assert run.seconds > 3600.0
     answer = run.answers["late"]
     assert answer.arrival_second == pytest.approx(3600.0)

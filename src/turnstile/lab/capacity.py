@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from turnstile.bench.metrics import Figures, Limits
-from turnstile.lab.drive import ClockKind, Server, drive
+from turnstile.lab.drive import Seconds, Server, drive
 from turnstile.lab.load import Ask, ClosedLoad
 
 ATTAINMENT = 0.9
@@ -50,15 +50,21 @@ class Capacity:
 
 
 def try_users(
-    server: Server, asks: list[Ask], users: int, limits: Limits, clock: ClockKind
+    server: Server,
+    asks: list[Ask],
+    users: int,
+    limits: Limits,
+    *,
+    by_steps: bool = False,
+    seconds: Seconds = "wall",
 ) -> Trial:
     """Let so many users ask all of ``asks`` in a closed loop, each as soon as it has its answer.
 
     The first request of each is not judged: they all come at the same moment, which users do not.
     By steps, a step is a millisecond to the limits.
     """
-    run = drive(server, ClosedLoad(asks, users), clock)
-    figures = run.figures(limits, by_steps=clock == "steps", skip=users)
+    run = drive(server, ClosedLoad(asks, users), by_steps=by_steps, seconds=seconds)
+    figures = run.figures(limits, by_steps=by_steps, skip=users)
     return Trial(users, figures, run.outputs / max(1, len(run.steps)))
 
 

@@ -19,9 +19,9 @@ from turnstile.bench.metrics import Figures, Limits, summarize
 from turnstile.bench.records import Record
 from turnstile.lab.load import Ask, Load, OpenLoad
 
-ClockKind = Literal["steps", "wall", "processor"]
-"""What a run goes by. ``processor`` is the seconds this process has computed, over all its
-threads: on one thread that is the time on a machine of one's own, whoever else is at work.
+Seconds = Literal["wall", "processor"]
+"""Which seconds are measured. ``processor``: those this process has computed, over all its
+threads. On one thread that is the time on a machine of one's own, whoever else is at work.
 """
 
 STEP = 0.001
@@ -201,11 +201,11 @@ def _record(answer: Answer, by_steps: bool) -> Record:
 class _Clock:
     """Steps and seconds since the start; ``now`` is whichever the run goes by."""
 
-    def __init__(self, kind: ClockKind) -> None:
-        self.by_steps = kind == "steps"
+    def __init__(self, by_steps: bool, seconds: Seconds) -> None:
+        self.by_steps = by_steps
         self.steps = 0
-        self._read = time.process_time if kind == "processor" else time.perf_counter
-        self._passes = kind == "wall"
+        self._read = time.process_time if seconds == "processor" else time.perf_counter
+        self._passes = seconds == "wall"
         self._start = self._read()
 
     @property
@@ -228,10 +228,24 @@ class _Clock:
             self._start -= seconds  # a processor that has nothing to do counts no time
 
 
-def drive(server: Server, load: Load | Iterable[Ask], clock: ClockKind = "steps") -> Run:
-    """Run until every request has ended."""
+def drive(
+    server: Server,
+    load: Load | Iterable[Ask],
+    *,
+    by_steps: bool = True,
+    seconds: Seconds = "wall",
+) -> Run:
+    """Run until every request has ended.
+
+    Parameters
+    ----------
+    by_steps
+        Requests arrive at numbers of steps; else at seconds.
+    seconds
+        Which seconds are written down, and gone by.
+    """
     source = OpenLoad(load) if isinstance(load, Iterable) else load
-    time_now = _Clock(clock)
+    time_now = _Clock(by_steps, seconds)
     answers: dict[str, Answer] = {}
     steps: list[Step] = []
     while True:

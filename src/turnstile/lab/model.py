@@ -12,7 +12,7 @@ from turnstile.engine.config import EngineConfig
 from turnstile.engine.runner import Runner
 from turnstile.kernels import create_backend
 from turnstile.lab import tiny
-from turnstile.lab.drive import ClockKind
+from turnstile.lab.drive import Seconds
 from turnstile.models.decoder import Decoder
 from turnstile.text.grammar import GrammarCompiler
 
@@ -23,8 +23,8 @@ class LabModel:
 
     name: str
     decoder: Decoder
-    clock: ClockKind = "wall"
-    """What parts that measure seconds go by."""
+    seconds: Seconds = "wall"
+    """Which seconds are measured."""
 
     @property
     def is_tiny(self) -> bool:
@@ -47,7 +47,7 @@ class LabModel:
         millions = self.decoder.config.num_parameters / 1e6
         how = "exact" if self.exact else "not exact"
         text = f"{self.name} ({millions:.1f} M parameters) on the {backend.name} kernels, {how}"
-        return text if self.clock == "wall" else f"{text}; seconds are of processor time"
+        return text if self.seconds == "wall" else f"{text}; seconds are of processor time"
 
     def kv_bytes(self, tokens: int, page_size: int = 16) -> int:
         """Bytes of K and V for ``tokens`` tokens, in whole pages."""
@@ -86,7 +86,7 @@ def open_model(
     ModelError, BackendError
         With a sentence that says what to change.
     """
-    clock: ClockKind = "processor" if processor_time else "wall"
+    seconds: Seconds = "processor" if processor_time else "wall"
     if processor_time:
         threads = 1
     if name == tiny.NAME:
@@ -94,9 +94,9 @@ def open_model(
         backend = create_backend("cpu", "float32", None, True, threads or 1)
         if backend.name == "native":
             torch.set_num_threads(1)
-        return LabModel("a tiny random model", tiny.make_tiny(backend), clock)
+        return LabModel("a tiny random model", tiny.make_tiny(backend), seconds)
     config = EngineConfig(threads=threads)
     if name is not None:
         config.model = name
     loaded = load_model(config)
-    return LabModel(loaded.source.name, loaded.decoder, clock)
+    return LabModel(loaded.source.name, loaded.decoder, seconds)

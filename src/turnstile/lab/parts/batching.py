@@ -28,11 +28,11 @@ def run(model: LabModel, part: Part) -> None:
     static = StaticServer(
         model, memory_tokens=MEMORY, max_model_len=LONGEST, batch_size=SLOTS, patience=16
     )
-    runs = {"static": drive(static, asks)}
+    runs = {"static": drive(static, asks, seconds=model.seconds)}
     policies = (SEPARATE_PREFILL, TURNSTILE)
     names = ("continuous, apart", "continuous, mixed")
     for name, policy in zip(names, policies, strict=True):
-        runs[name] = drive(_continuous(model, policy), asks)
+        runs[name] = drive(_continuous(model, policy), asks, seconds=model.seconds)
     short = sum(ask.length <= SHORT for ask in asks)
     part.say(
         f"""{REQUESTS} requests arrive one by one at {SLOTS} slots; {short} of them want at most
@@ -114,7 +114,7 @@ def _speed(model: LabModel, part: Part, asks: list[Ask]) -> None:
         ("static", static),
         ("continuous, mixed", _continuous(model, TURNSTILE, False)),
     ):
-        each = drive(server, backlog)
+        each = drive(server, backlog, seconds=model.seconds)
         rows.append((name, len(each.steps), each.outputs, each.outputs / each.seconds))
     part.show(
         Table(

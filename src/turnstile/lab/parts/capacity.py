@@ -7,7 +7,7 @@ from collections.abc import Callable
 from turnstile.bench.lengths import Lognormal
 from turnstile.lab.capacity import ATTAINMENT, Capacity, Trial, find_capacity, try_users
 from turnstile.lab.continuous import ContinuousServer
-from turnstile.lab.drive import ClockKind, Server
+from turnstile.lab.drive import Server
 from turnstile.lab.load import Ask, make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.policies import ORCA
@@ -28,8 +28,8 @@ STEP_LIMITS = {"ttft": 150.0, "tpot": 2.0}
 
 def run(model: LabModel, part: Part) -> None:
     """Search for each kind of server."""
-    clock: ClockKind = "steps" if model.is_tiny else model.clock
-    limits, unit = (STEP_LIMITS, "steps") if clock == "steps" else (LIMITS, "ms")
+    by_steps = model.is_tiny
+    limits, unit = (STEP_LIMITS, "steps") if by_steps else (LIMITS, "ms")
     part.say(
         f"""The same memory for K and V, {MEMORY:,} tokens
         ({model.kv_bytes(MEMORY) / 2**20:,.1f} MiB), no request longer than {LONGEST}. Users ask
@@ -39,10 +39,12 @@ def run(model: LabModel, part: Part) -> None:
         halving."""
     )
     found: dict[str, Capacity] = {}
-    for name, make in _kinds(model, clock).items():
+    for name, make in _kinds(model, by_steps).items():
 
         def attempt(users: int, make: Callable[[], Server] = make) -> Trial:
-            return try_users(make(), _asks(model, users), users, limits, clock)
+            return try_users(
+                make(), _asks(model, users), users, limits, by_steps=by_steps, seconds=model.seconds
+            )
 
         found[name] = find_capacity(attempt, most=MOST_USERS)
     _show(part, found, unit)
@@ -51,7 +53,7 @@ def run(model: LabModel, part: Part) -> None:
         f"All three have {MEMORY:,} tokens of memory, to the byte.",
         len({model.kv_bytes(MEMORY, size) for size in (16, LONGEST)}) == 1,
     )
-    if clock == "steps":
+    if by_steps:
         part.claim(
             f"Counted in steps, continuous batching over pages holds {paged} users where static "
             f"batches over reservations hold {static}.",
@@ -59,8 +61,8 @@ def run(model: LabModel, part: Part) -> None:
         )
 
 
-def _kinds(model: LabModel, clock: ClockKind) -> dict[str, Callable[[], Server]]:
-    patience = 1.0 if clock == "steps" else 0.02
+def _kinds(model: LabModel, by_steps: bool) -> dict[str, Callable[[], Server]]:
+    patience = 1.0 if by_steps else 0.02
     return {
         "static, contiguous": lambda: StaticServer(
             model, memory_tokens=MEMORY, max_model_len=LONGEST, batch_size=RESERVATIONS,

@@ -48,7 +48,7 @@ def compare(
             model, policy, memory_tokens=memory_tokens, max_model_len=max_model_len, slots=slots,
             budget=budget, watched=True,
         )  # fmt: skip
-        outcomes.append(Outcome(policy, drive(server, listed), server))
+        outcomes.append(Outcome(policy, drive(server, listed, seconds=model.seconds), server))
     return outcomes
 
 

@@ -134,7 +134,7 @@ def _engine(model: LabModel, part: Part) -> None:
             model, policy, memory_tokens=ROOM, max_model_len=LONGEST, slots=64, budget=128,
             watched=True,
         )  # fmt: skip
-        runs[name] = drive(server, asks)
+        runs[name] = drive(server, asks, seconds=model.seconds)
     part.say(
         f"""On the engine: {len(asks)} requests at once, none longer than {LONGEST} tokens, in
         {ROOM:,} tokens of memory ({model.kv_bytes(ROOM) / 2**20:.1f} MiB), continuous batching in

@@ -28,11 +28,11 @@ def run(model: LabModel, part: Part) -> None:
         Uniform(16, 64), Lognormal(40, 0.6, 4, 160), REQUESTS, model.vocab_size, longest=LONGEST
     )
     closed_server = _server(model)
-    closed = drive(closed_server, ClosedLoad(asks, USERS), clock=model.clock)
+    closed = drive(closed_server, ClosedLoad(asks, USERS), by_steps=False, seconds=model.seconds)
     rate = SHARE_OF_CAPACITY * REQUESTS / closed.seconds
     times = gamma(rate, REQUESTS, 1.0, np.random.default_rng(9))
     open_server = _server(model)
-    opened = drive(open_server, arriving(asks, times), clock=model.clock)
+    opened = drive(open_server, arriving(asks, times), by_steps=False, seconds=model.seconds)
     part.say(
         f"""In a closed loop {USERS} users each ask again as soon as they have their answer: a slow
         server slows its users down. In an open loop requests arrive at random, here at
