@@ -52,6 +52,32 @@ def test_while_it_loads_it_answers_503(tiny: Path) -> None:
         assert server.complete("hi", max_tokens=1)[0] == 200
 
 
+def test_sighup_reads_the_tenants_again_and_keeps_them_where_the_file_is_wrong(
+    tiny: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "tenants.toml"
+    file.write_text('[tenants.a]\nkeys = ["one"]\n')
+    with scripted(tiny, tenants=file, canary=False, wait=False) as server:
+
+        def status(key: str) -> int:
+            return server.http.get("/v1/models", headers={"x-api-key": key}).status_code
+
+        def reload(text: str, said: str) -> None:
+            file.write_text(text)
+            server.signal(signal.SIGHUP)
+            end = time.monotonic() + 10
+            while said not in server.log:
+                assert time.monotonic() < end, server.log
+                time.sleep(0.02)
+
+        assert (status("one"), status("two")) == (200, 401)
+        reload('[tenants.a]\nkeys = ["two"]\n', "read again")
+        assert (status("one"), status("two")) == (401, 200)
+        reload('[tenants.a]\nkeys = ["three"]\nweight = 0\n', "tenants.a.weight")
+        assert (status("two"), status("three")) == (200, 401)
+        assert "Traceback" not in server.log
+
+
 def test_a_signal_while_loading_ends_it(tiny: Path) -> None:
     with scripted(tiny, env={"TEST_START": "60"}, wait=False) as server:
         server.signal(signal.SIGINT)
