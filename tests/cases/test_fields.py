@@ -22,11 +22,6 @@ BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 CHAT = [{"role": "user", "content": "abc"}]
 
 
-@pytest.fixture
-def server(srv: Srv) -> ServerProcess:
-    return srv(pages=256, ctx=2048, chunk=64)
-
-
 # B47 ---------------------------------------------------------------------------------------------
 
 
@@ -52,6 +47,17 @@ def test_b47_both_names_of_the_length_work_on_both_endpoints(
     _, answer = server.chat("abc", **BASE, **fields)
     room = 256 - answer["usage"]["prompt_tokens"]
     assert answer["usage"]["completion_tokens"] == (room if chat is None else chat)
+
+
+def test_b47_a_least_length_above_what_the_request_gets_is_refused(srv: Srv) -> None:
+    server = srv(pages=64, ctx=256)
+    for fields in ({"min_tokens": 20}, {"min_tokens": 9, "max_tokens": 8}, {"min_tokens": 5000}):
+        status, answer = server.complete("abc", **BASE, **fields)
+        assert status == 400, fields
+        assert answer["error"]["param"] == "min_tokens"
+    assert server.chat("abc", min_tokens=300)[0] == 400
+    _, answer = server.complete("abc", temperature=0, min_tokens=20, max_tokens=20)
+    assert answer["usage"]["completion_tokens"] == 20
 
 
 # B49 ---------------------------------------------------------------------------------------------
@@ -214,6 +220,25 @@ def test_b53_biases_do_what_they_say_to_their_own_request_only(server: ServerPro
     assert ids[7] == [[88] * 4]
 
 
+CONTRADICTIONS: list[dict[str, Any]] = [
+    {"allowed_token_ids": [2], "structured_outputs": {"choice": ["yes"]}},
+    {"structured_outputs": {"json": {"type": "integer", "maximum": 9}}, "min_tokens": 8},
+    {"allowed_token_ids": [2], "min_tokens": 2, "ignore_eos": False},
+]
+
+
+@pytest.mark.parametrize("fields", CONTRADICTIONS, ids=str)
+def test_b53_constraints_that_leave_no_token_are_the_clients_fault(
+    server: ServerProcess, fields: dict[str, Any]
+) -> None:
+    body = {"prompt": "abc", "max_tokens": 20, "temperature": 1.0, **fields}
+    answer = server.post("/v1/completions", **body)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "contradictory_constraints"
+    last = list(server.stream("/v1/completions", **body))[-1]
+    assert last["error"]["code"] == "contradictory_constraints"
+
+
 # B55 ---------------------------------------------------------------------------------------------
 
 
@@ -298,22 +323,22 @@ def test_b57_not_a_number_ends_its_own_request_only(srv: Srv, poisoned: Path) ->
 # B59 ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [100, 127, 1])
+@pytest.mark.parametrize("length", [228, 255, 1])
 def test_b59_generation_ends_with_the_context(srv: Srv, length: int) -> None:
-    server = srv(pages=64, ctx=128)
+    server = srv(pages=64, ctx=256)
     prompt = server.tokens(length, seed=59)
-    body = {"stream_options": {"include_usage": True}, "max_tokens": 128 - length, **BASE}
+    body = {"stream_options": {"include_usage": True}, "max_tokens": 256 - length, **BASE}
     events = list(server.stream("/v1/completions", prompt=prompt, **body))
-    assert events[-1]["usage"]["completion_tokens"] == 128 - length
+    assert events[-1]["usage"]["completion_tokens"] == 256 - length
     assert events[-2]["choices"][0]["finish_reason"] == "length"
     # A chat that names no length gets all the room, and not a token more.
     rendered = server.post("/v1/chat/completions/render", messages=CHAT).json()["count"]
     _, answer = server.chat("abc", **BASE)
-    assert answer["usage"]["completion_tokens"] == 128 - rendered
+    assert answer["usage"]["completion_tokens"] == 256 - rendered
     assert answer["choices"][0]["finish_reason"] == "length"
     # A completion that names none gets 16, or what is left.
     _, answer = server.complete(prompt, **BASE)
-    assert answer["usage"]["completion_tokens"] == min(16, 128 - length)
+    assert answer["usage"]["completion_tokens"] == min(16, 256 - length)
 
 
 # B61 ---------------------------------------------------------------------------------------------
@@ -372,9 +397,18 @@ def test_b61_best_of_is_at_least_n_and_returns_the_likeliest(server: ServerProce
     assert best["usage"]["completion_tokens"] == 24, "all that was drawn is charged"
 
 
+def test_b61_more_samples_than_slots_are_refused(srv: Srv) -> None:
+    server = srv(pages=64)
+    for fields in ({"n": 9}, {"best_of": 9}, {"n": 129}, {"n": 0}, {"n": -1}, {"n": "2"}):
+        status, answer = server.complete("abc", max_tokens=1, **fields)
+        assert status == 400
+        assert answer["error"]["param"] in ("n", "best_of")
+    assert len(server.complete("abc", max_tokens=1, n=8)[1]["choices"]) == 8
+
+
 def test_b61_samples_share_the_pages_of_their_prompt(srv: Srv) -> None:
     # A prompt of 30 pages: four of it would be 120, more than the pool.
-    server = srv(pages=64, chunk=128)
+    server = srv(pages=64)
     prompt = server.tokens(480, seed=9)
     status, answer = server.complete(prompt, n=4, temperature=1, max_tokens=40, ignore_eos=True)
     assert status == 200, answer

@@ -86,6 +86,13 @@ class TokenLogprobs(msgspec.Struct, array_like=True):
     top: list[tuple[int, float]] = []
 
 
+NOTHING_ALLOWED = (
+    "No token is allowed here: the request's constraints (a grammar, allowed_token_ids, "
+    "logit_bias, min_tokens) contradict each other."
+)
+"""The error of a row whose request leaves it nothing to draw: its client's fault, not ours."""
+
+
 class Row(msgspec.Struct, array_like=True):
     """What a step did for one sample. ``finish`` is set once, on the last row of a sample."""
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from turnstile.engine.constraints import Job, Logits
+from turnstile.engine.protocol import NOTHING_ALLOWED as NOTHING_ALLOWED
 from turnstile.engine.protocol import TokenLogprobs
 from turnstile.engine.randomness import uniform
 from turnstile.kernels.base import Backend
 from turnstile.text.errors import TextError
 
 BAD_LOGITS = "The model's output for this request is not a number."
-NOTHING_ALLOWED = "No token is allowed here: the request's constraints contradict each other."
 BLOCK = 256
 """Tokens summed up at once when a draw looks for its place."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -105,7 +106,8 @@ async def encode_chat(chat: ChatInput, model: ServedModel, work: int) -> ChatPro
     try:
         prompt = await off_loop(work, lambda: model.chat.encode(chat))
     except MessageError as error:
-        raise bad_request(_sentence(error), error.param) from None
+        param = re.sub(r"\[(\w+)\]", r".\1", error.param) if error.param else None
+        raise bad_request(_sentence(error), param) from None
     except TemplateError as error:
         raise bad_request(_sentence(error), "messages") from None
     except RecursionError:

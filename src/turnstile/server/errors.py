@@ -160,6 +160,8 @@ def from_exception(error: Exception) -> ApiError | None:
     if isinstance(error, ParameterError):
         return bad_request(str(error), error.param)
     if isinstance(error, NeverFitsError):
+        if error.limit == "max_num_seqs":
+            return bad_request(str(error), "n")
         return ApiError(
             400, str(error), code="context_length_exceeded", extra={"limit": error.limit}
         )

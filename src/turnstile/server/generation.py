@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from turnstile.engine.client import Generation
 from turnstile.engine.params import SamplingParams
-from turnstile.engine.protocol import Row
+from turnstile.engine.protocol import NOTHING_ALLOWED, Row
 from turnstile.server.choices import Choice, Job
 from turnstile.server.errors import (
     ApiError,
@@ -73,6 +73,12 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
         max_tokens = final_max_tokens(
             params.max_tokens, len(prompt.ids), model, order.default_max_tokens
         )
+        if params.min_tokens > max_tokens:
+            raise bad_request(
+                f"min_tokens ({params.min_tokens}) is more than the {max_tokens} tokens that the "
+                "request may get; give max_tokens.",
+                "min_tokens",
+            )
         service.engine.check_fits(len(prompt.ids), max_tokens, params.n)
         if order.echo and prompt.text is None:
             prompt.text = echo_prompt(model.tokenizer, prompt.ids).text
@@ -315,6 +321,8 @@ class Answer:
         if row.error is not None or row.finish == "error":
             choice.finish = "error"
             job.unfinished -= 1
+            if row.error == NOTHING_ALLOWED:
+                raise bad_request(row.error, code="contradictory_constraints")
             raise internal_error(row.error or "The engine could not compute this request.")
         if row.finish == "timeout" and not record.num_output and not row.tokens:
             choice.finish = "timeout"
