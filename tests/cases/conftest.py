@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cases.servers import LONG_CONTEXT, ServerPool, check_after, engine_pid, flags
+from cases.servers import LONG_CONTEXT, LONG_POOL, ServerPool, check_after, engine_pid, flags
 from e2e.harness import ServerProcess
 from tiny_models import make_tiny_llama
 from turnstile.models.default_model import NAME
@@ -48,10 +48,28 @@ def srv(server_pool: ServerPool, tiny: Path) -> Iterator[Srv]:
             raise
 
 
+@pytest.fixture
+def server(srv: Srv) -> ServerProcess:
+    """The server for cases that want nothing special."""
+    return srv(pages=512, ctx=2048, chunk=64, seqs=32, queue=1024)
+
+
+@pytest.fixture
+def cold(srv: Srv) -> ServerProcess:
+    """The same without a prefix cache: what it answers is right."""
+    return srv(pages=512, ctx=2048, chunk=64, seqs=32, queue=1024, prefix=False)
+
+
 @pytest.fixture(scope="session")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with a context in which a request can run for a minute (see ``occupied``)."""
     return make_tiny_llama(tmp_path_factory.mktemp("long"), max_positions=LONG_CONTEXT)
+
+
+@pytest.fixture
+def single(srv: Srv, long: Path) -> ServerProcess:
+    """One slot, a queue of four, and a comment in silent streams every half second."""
+    return srv(long, pages=LONG_POOL, seqs=1, queue=4, prefix=False, sse_keep_alive_interval=0.5)
 
 
 @pytest.fixture

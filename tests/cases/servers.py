@@ -22,7 +22,7 @@ import httpx
 from e2e.harness import ServerProcess, text_of
 
 CANARY_SECONDS = 5.0
-MOST_ALIVE = 3
+MOST_ALIVE = 4
 """Servers that are kept for the next case; the one used longest ago goes first."""
 
 

@@ -13,23 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
 
 from cases.conftest import Srv
-from cases.servers import LONG_POOL, Raw, engine_pid, flags, occupied, queued, text, until
+from cases.servers import Raw, engine_pid, flags, occupied, queued, text, until
 from e2e.harness import ServerProcess, text_of
 
 pytestmark = pytest.mark.e2e
 
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def single(srv: Srv, long: Path) -> ServerProcess:
-    """One slot, a queue of four, and a comment in silent streams every half second."""
-    return srv(long, pages=LONG_POOL, seqs=1, queue=4, prefix=False, sse_keep_alive_interval=0.5)
 
 
 # B75 ---------------------------------------------------------------------------------------------
@@ -47,8 +42,6 @@ def test_b75_preflights_of_allowed_pages_pass_without_a_key(srv: Srv, path: str)
 
     def headers_of(answer: Any) -> dict[str, str]:
         return {k: v for k, v in answer.headers.items() if k.startswith("access-control")}
-
-    import httpx
 
     with httpx.Client(base_url=server.url) as page:
         allowed = page.options(path, headers={"origin": GOOD, **ASKS})
@@ -84,6 +77,24 @@ def test_b75_without_the_flag_no_page_may_call(srv: Srv) -> None:
         ),
     ):
         assert not [name for name in answer.headers if name.startswith("access-control")]
+
+
+def test_a_refusal_is_read_by_clients_that_close_the_connection(server: ServerProcess) -> None:
+    """A server that closes with the body unread resets the connection, and the 413 is lost."""
+    url = httpx.URL(server.url)
+    size = 17 * 2**20
+    for head in (b"POST /v1/completions HTTP/1.1", b"POST /v1/nothing HTTP/1.1"):
+        with socket.create_connection((url.host, url.port or 80), timeout=30) as connection:
+            connection.sendall(
+                head + b"\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+                b"content-length: %d\r\n\r\n" % size
+            )
+            connection.sendall(b"x" * size)
+            answer = b""
+            while piece := connection.recv(65536):
+                answer += piece
+        assert answer.startswith(b"HTTP/1.1 4")
+        assert answer.endswith(b"}}")
 
 
 # B79 ---------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ socket. One watcher waits for the client to go away and cancels the handler, wha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 import uuid
 from typing import Any
@@ -22,6 +23,8 @@ from turnstile.server.tenants import Tenant
 JSON = b"application/json"
 EVENT_STREAM = b"text/event-stream; charset=utf-8"
 _MAX_REQUEST_ID = 128
+_MOST_DISCARDED = 64 * 2**20
+_DISCARD_SECONDS = 5.0
 
 
 class Exchange:
@@ -48,6 +51,7 @@ class Exchange:
     """
 
     __slots__ = (
+        "_body_comes",
         "_receive",
         "_send",
         "_watcher",
@@ -67,6 +71,7 @@ class Exchange:
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.scope = scope
         self._receive = receive
+        self._body_comes = True
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
         self.id = _request_id(scope["headers"])
@@ -141,6 +146,7 @@ class Exchange:
             limits.take(len(piece), size)
             pieces.append(piece)
             if not message.get("more_body", False):
+                self._body_comes = False
                 return
 
     def watch(self) -> None:
@@ -175,9 +181,29 @@ class Exchange:
     ) -> None:
         """Answer in one piece."""
         self.unwatch()
+        if status >= 400 and self._closes:
+            await self._discard_body()
         length = (b"content-length", b"%d" % len(body))
         await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
+
+    @property
+    def _closes(self) -> bool:
+        """Whether the connection ends with this answer, because the client said so."""
+        wish = (self.header(b"connection") or b"").lower()
+        return wish == b"close" or (self.scope.get("http_version") == "1.0" and not wish)
+
+    async def _discard_body(self) -> None:
+        """Read what is still coming: a connection that is closed with data unread is reset, and
+        the client would see the reset instead of the refusal. Bounded in bytes and in time.
+        """
+        left = _MOST_DISCARDED
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_DISCARD_SECONDS):
+                while self._body_comes and left > 0:
+                    message = await self._receive()
+                    self._body_comes = message.get("more_body", False)
+                    left -= len(message.get("body", b""))
 
     async def respond_json(self, value: object, status: int = 200) -> None:
         """Answer with ``value`` as JSON."""
