@@ -19,11 +19,6 @@ pytestmark = pytest.mark.e2e
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def server(srv: Srv) -> ServerProcess:
-    return srv(pages=256, ctx=2048, chunk=64)
-
-
 def turn(role: str, content: Any = "a", **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
@@ -377,8 +372,7 @@ def test_b73_one_bad_prompt_refuses_the_batch_before_any_runs(
     )  # fmt: skip
 
 
-def test_b73_a_good_batch_is_answered_in_order(srv: Srv) -> None:
-    server = srv(pages=256, ctx=2048, chunk=64, queue=1024)
+def test_b73_a_good_batch_is_answered_in_order(server: ServerProcess) -> None:
     prompts: list[Any] = [
         f"number {k}" if k % 2 else server.tokens(5 + k % 7, seed=k) for k in range(300)
     ]
@@ -390,12 +384,12 @@ def test_b73_a_good_batch_is_answered_in_order(srv: Srv) -> None:
         assert text(alone) == text((200, whole), k)
 
 
-def test_b73_a_batch_larger_than_the_queue_is_refused_whole(srv: Srv) -> None:
-    server = srv(pages=64, seqs=2, queue=4)
+def test_b73_a_batch_larger_than_the_queue_is_refused_whole(single: ServerProcess) -> None:
+    server = single
     answer = server.post("/v1/completions", prompt=["hi"] * 10, max_tokens=2)
     assert answer.status_code == 503
     assert answer.json()["error"]["code"] == "engine_overloaded"
     assert answer.headers["x-should-retry"] == "false", "it will never fit: retrying is no use"
     assert server.metric("turnstile_requests_running") == 0
     assert server.metric("turnstile_requests_waiting") == 0
-    assert server.complete(["hi"] * 6, max_tokens=2)[0] == 200
+    assert server.complete(["hi"] * 5, max_tokens=2)[0] == 200

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.e2e
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-@pytest.fixture
-def server(srv: Srv) -> ServerProcess:
-    return srv(pages=256, ctx=2048, chunk=64)
-
-
 # B43 ---------------------------------------------------------------------------------------------
 
 

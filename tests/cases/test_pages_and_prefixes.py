@@ -23,17 +23,16 @@ BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
-def cold(srv: Srv) -> ServerProcess:
-    """No prefix cache and pages enough for all: what it answers is right."""
-    return srv(pages=512, chunk=64, seqs=32, queue=128, prefix=False)
+def warm(server: ServerProcess) -> ServerProcess:
+    """A server with a prefix cache, which is empty at first."""
+    forget(server)
+    return server
 
 
 @pytest.fixture
-def warm(srv: Srv) -> ServerProcess:
-    """The same with a prefix cache, which is empty at first."""
-    server = srv(pages=512, chunk=64, seqs=32, queue=128)
-    forget(server)
-    return server
+def tight(srv: Srv) -> ServerProcess:
+    """Far more slots than pages."""
+    return srv(pages=40, chunk=64, seqs=32, queue=128)
 
 
 def forget(server: ServerProcess) -> None:
@@ -61,8 +60,9 @@ def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
 # B15 ---------------------------------------------------------------------------------------------
 
 
-def test_b15_hits_after_preemption_do_not_overrun_the_step(srv: Srv, cold: ServerProcess) -> None:
-    tight = srv(pages=40, chunk=64, seqs=32, queue=128)
+def test_b15_hits_after_preemption_do_not_overrun_the_step(
+    tight: ServerProcess, cold: ServerProcess
+) -> None:
     prompts = [cold.tokens(48, seed=0) + cold.tokens(20, seed=k) for k in range(1, 65)]
     expected = [c["text"] for c in greedy(cold, prompts, 40)["choices"]]
     teach_short_outputs(tight)
@@ -131,7 +131,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_b21_no_page_is_lost_however_a_request_ends(srv: Srv, kind: str) -> None:
-    server = srv(pages=24, chunk=64, seqs=8, queue=64, prefix=False)
+    server = srv(pages=24, chunk=64, seqs=32, queue=128, prefix=False)
 
     def one(k: int) -> None:
         prompt = server.tokens(1 + 7 * k % 40, seed=k)
@@ -182,8 +182,8 @@ def test_b21_no_page_is_lost_however_a_request_ends(srv: Srv, kind: str) -> None
 # B23 ---------------------------------------------------------------------------------------------
 
 
-def test_b23_the_pages_add_up_at_every_moment(srv: Srv) -> None:
-    server = srv(pages=24, chunk=32, seqs=8, queue=64)
+def test_b23_the_pages_add_up_at_every_moment(tight: ServerProcess) -> None:
+    server = tight
     start = server.tokens(64, seed=23)
     prompts = [start[:cut] + server.tokens(30, seed=k) for k in range(12) for cut in (32, 40, 48)]
     samples: list[list[float]] = []
@@ -205,15 +205,15 @@ def test_b23_the_pages_add_up_at_every_moment(srv: Srv) -> None:
         done.set()
         watching.join()
     assert len(samples) > 3
-    assert all(len(sample) == 3 and sum(sample) == 24 for sample in samples)
+    assert all(len(sample) == 3 and sum(sample) == 40 for sample in samples)
     assert server.metric("turnstile_prefix_hit_tokens_total") > 0
 
 
 # B25 ---------------------------------------------------------------------------------------------
 
 
-def test_b25_clients_that_reset_their_connection_disturb_nobody(srv: Srv) -> None:
-    server = srv(pages=256, ctx=2048, chunk=64, prefix=False)
+def test_b25_clients_that_reset_their_connection_disturb_nobody(cold: ServerProcess) -> None:
+    server = cold
     normal = [server.tokens(20 + k, seed=k) for k in range(3)]
     expected = [text(server.complete(p, **BASE, max_tokens=60)) for p in normal]
     done = threading.Event()
@@ -343,7 +343,7 @@ def test_b29_hits_shrink_from_the_tail(srv: Srv, others: int) -> None:
 
 
 def test_b31_memory_is_taken_once_and_does_not_grow(srv: Srv) -> None:
-    server = srv(pages=64, chunk=64, seqs=8, queue=64)
+    server = srv(pages=64)
     processes = [psutil.Process(server.process.pid), psutil.Process(engine_pid(server))]
 
     def load(first: int, count: int) -> None:
@@ -371,7 +371,8 @@ def test_b31_memory_is_taken_once_and_does_not_grow(srv: Srv) -> None:
 
 @pytest.mark.parametrize("prefix", [True, False])
 def test_b33_equal_requests_at_once_get_equal_answers(srv: Srv, prefix: bool) -> None:
-    server = srv(pages=40, chunk=64, seqs=32, queue=128, prefix=prefix)
+    # Without a prefix cache each of them has all its pages to itself.
+    server = srv(pages=40 if prefix else 24, chunk=64, seqs=32, queue=128, prefix=prefix)
     prompt = server.tokens(30, seed=1)
     alone = greedy(server, prompt, 64, logprobs=1)
     teach_short_outputs(server)

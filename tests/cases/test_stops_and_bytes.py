@@ -7,18 +7,12 @@ from typing import Any
 
 import pytest
 
-from cases.conftest import Srv
 from cases.servers import four_ways, text
 from e2e.harness import ServerProcess, text_of
 
 pytestmark = pytest.mark.e2e
 
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture
-def server(srv: Srv) -> ServerProcess:
-    return srv(pages=256, ctx=2048, chunk=64)
 
 
 def saying(words: str) -> dict[str, Any]:
@@ -141,8 +135,7 @@ def test_b39_the_stop_string_is_not_in_the_answer_and_ends_it(real: ServerProces
         assert usage["completion_tokens"] < whole[1]["usage"]["completion_tokens"]
 
 
-def test_b39_a_stop_string_ends_the_work_too(srv: Srv) -> None:
-    server = srv(pages=256, ctx=2048, chunk=64)
+def test_b39_a_stop_string_ends_the_work_too(server: ServerProcess) -> None:
     said = text(server.complete(server.tokens(9, seed=39), **BASE, max_tokens=20))
     before = server.metric("turnstile_steps_total")
     body = {**BASE, "max_tokens": 1900, "stop": said[3:6]}
