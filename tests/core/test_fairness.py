@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler
@@ -21,10 +21,14 @@ PROMPT_PRICE = 1.0
 def backlogs(draw: st.DrawFn) -> dict[str, list[tuple[int, int]]]:
     """For each of two tenants, prompt and output lengths of its requests."""
     lengths = {}
-    for tenant, longest in (("a", draw(st.integers(1, 12))), ("b", draw(st.integers(1, 12)))):
-        one = st.tuples(st.integers(1, longest), st.integers(1, longest))
+    for tenant in "ab":
+        prompts, outputs = draw(st.integers(1, 12)), draw(st.integers(1, 12))
+        one = st.tuples(st.integers(1, prompts), st.integers(1, outputs))
         lengths[tenant] = draw(st.lists(one, min_size=45, max_size=45))
     return lengths
+
+
+TALKERS_AND_READERS = {"a": [(1, 12)] * 45, "b": [(12, 1)] * 45}
 
 
 def check_bound(
@@ -77,6 +81,14 @@ fairness = given(
 
 
 @settings(max_examples=20, deadline=None)
+@example(
+    lengths=TALKERS_AND_READERS,
+    weights=(1.0, 1.0),
+    skips=0,
+    slots=4,
+    admission="guaranteed",
+    budget=8,
+)
 @fairness
 def test_backlogged_tenants_stay_within_the_bound(
     lengths: dict[str, list[tuple[int, int]]], weights: tuple[float, float],
