@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from turnstile.bench.lengths import Fixed, Uniform
+from turnstile.core.admission import GuaranteedAdmission
 from turnstile.core.pages import PageTable
+from turnstile.lab import drive as drive_module
 from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import drive
 from turnstile.lab.load import Ask, make_asks
@@ -83,3 +85,18 @@ def test_an_answer_ends_where_it_was_to_end_whatever_the_client_allows(tiny: Lab
     run = serve(tiny, VLLM, [short, long], memory=512).run
     assert run.answers["short"].finish == "stop"
     assert run.tokens()["short"] == run.tokens()["long"][:6]
+
+
+def test_a_policy_that_lets_nobody_in_is_told_from_one_that_is_slow(
+    tiny: LabModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Closed(GuaranteedAdmission):
+        def fits(self, *arguments: object, **named: object) -> bool:
+            return False
+
+    monkeypatch.setattr(drive_module, "_PATIENCE", 50)
+    shut = POLICIES["turnstile"].but("shut", "lets nobody in", admission=Closed)
+    # More than the memory holds, or admission would not be asked.
+    asks = make_asks(Fixed(15), Fixed(40), 6, tiny.vocab_size)
+    with pytest.raises(drive_module.StuckError):
+        serve(tiny, shut, asks, memory=4 * 16)

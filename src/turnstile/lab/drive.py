@@ -27,6 +27,7 @@ threads. On one thread that is the time on a machine of one's own, whoever else 
 STEP = 0.001
 """Seconds of a step, where figures are made of steps."""
 _LOOK_AGAIN = 0.001
+_PATIENCE = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,10 @@ class Step:
     filled: int
     seconds: float
     preemptions: int = 0
+
+
+class StuckError(RuntimeError):
+    """There is work, and the server does none of it: a fault of its policy."""
 
 
 class Server(Protocol):
@@ -243,11 +248,17 @@ def drive(
         Requests arrive at numbers of steps; else at seconds.
     seconds
         Which seconds are written down, and gone by.
+
+    Raises
+    ------
+    StuckError
+        The server has work and never does any.
     """
     source = OpenLoad(load) if isinstance(load, Iterable) else load
     time_now = _Clock(by_steps, seconds)
     answers: dict[str, Answer] = {}
     steps: list[Step] = []
+    idle = 0
     while True:
         now = time_now.now
         for ask in source.due(now):
@@ -264,8 +275,12 @@ def drive(
             continue
         step = server.step(now, upcoming is not None)
         if step is None:
+            idle += 1
+            if idle > _PATIENCE:
+                raise StuckError(f"{idle} times there was work and nothing could run.")
             time_now.wait(None)
             continue
+        idle = 0
         if step.computed:
             time_now.steps += 1
             steps.append(step)
