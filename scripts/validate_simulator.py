@@ -35,11 +35,10 @@ from turnstile.bench.metrics import summarize
 from turnstile.bench.plan import Planned, plan
 from turnstile.bench.records import Record, read
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
-from turnstile.simulate.calibrate import Calibration, ask_server
+from turnstile.simulate.calibrate import Calibration, ask_server, calibrated
 from turnstile.simulate.figures import measure
 from turnstile.simulate.fit import fit_front
 from turnstile.simulate.load import Load, Tenant
-from turnstile.simulate.options import calibrated
 from turnstile.simulate.run import Plant, play
 
 SEED = 101

@@ -54,7 +54,7 @@ def simulate(
     api_key
         Key of the server of --from; TURNSTILE_API_KEY otherwise.
     save_calibration
-        File to keep what the server of --from told, for later simulations without it.
+        File to keep what was learned from --from, for later simulations without it.
     output
         JSON file to write.
     """
@@ -66,9 +66,7 @@ def simulate(
 
     machine, load = machine or MachineOptions(), load or LoadOptions()
     key = api_key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
-    if save_calibration is not None:
-        _save(machine.source, key, save_calibration)
-    plants, about = assemble(machine, key)
+    plants, about = assemble(machine, key, save_calibration)
     print(about)
     limits = Limits(parse_limits(goodput), share) if goodput else None
     loads = Loads(load, plants[0].setup.scheduler.max_model_len)
@@ -111,15 +109,6 @@ def _capacities(kind: str, plants: Any, loads: Any, limits: Any, price: float | 
             name = f"{found.value:.0f} users" if kind == "users" else f"{found.value:.3g}/s"
             points.append(point(name, plant, found.figures, price) | {"tried": found.tried})
     return points
-
-
-def _save(source: str | None, key: str | None, path: Path) -> None:
-    from turnstile.simulate.calibrate import ask_server
-
-    if source is None or not source.startswith(("http://", "https://")):
-        raise ValueError("--save-calibration needs --from with the address of a server.")
-    ask_server(source, key).write(path)
-    _tell(f"written: {path}")
 
 
 def _tell(text: str) -> None:

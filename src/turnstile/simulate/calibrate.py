@@ -11,8 +11,9 @@ from typing import Any
 import httpx
 
 from turnstile.core.cost import Coefficients
-from turnstile.simulate.setup import Front
-from turnstile.simulate.timing import finite
+from turnstile.core.settings import SchedulerConfig
+from turnstile.simulate.setup import Front, Setup
+from turnstile.simulate.timing import LinearTiming, ScatteredTiming, StepTiming, finite
 
 FORMAT = "turnstile-calibration-1"
 ENOUGH = 200
@@ -61,6 +62,31 @@ ENGINE_SETTINGS = (
     "admission", "scheduling_policy", "enable_prefix_caching", "target_itl",
     "neighbour_steps",
 )  # fmt: skip
+
+
+def calibrated(known: Calibration, seed: int = 0) -> Setup:
+    """The machine a calibration describes."""
+    engine = known.engine
+    slots = int(engine.get("max_num_seqs") or 128)
+    timing: StepTiming = LinearTiming(known.coefficients)
+    if known.spread:
+        timing = ScatteredTiming(timing, known.spread, seed)
+    return Setup(
+        timing=timing,
+        num_pages=int(engine["num_pages"]),
+        page_size=int(engine["page_size"]),
+        admission=engine.get("admission") or "expected",
+        policy=engine.get("scheduling_policy") or "fair",
+        prefix_caching=bool(engine.get("enable_prefix_caching", True)),
+        scheduler=SchedulerConfig(
+            max_num_seqs=slots,
+            max_num_batched_tokens=int(engine.get("max_num_batched_tokens") or max(512, slots)),
+            max_model_len=int(engine.get("max_model_len") or 8192),
+            target_itl=engine.get("target_itl"),
+            neighbour_steps=float(engine.get("neighbour_steps", 2.0)) or None,
+        ),
+        front=known.front,
+    )
 
 
 def ask_server(url: str, api_key: str | None = None) -> Calibration:

@@ -12,10 +12,9 @@ from dataclasses import replace
 from typing import Any
 
 from turnstile.core.cost import Coefficients
-from turnstile.simulate.calibrate import Calibration, CalibrationError
+from turnstile.simulate.calibrate import Calibration, CalibrationError, calibrated
 from turnstile.simulate.figures import Figures
 from turnstile.simulate.load import Load
-from turnstile.simulate.options import calibrated
 from turnstile.simulate.run import Plant, simulate
 from turnstile.simulate.setup import Front
 

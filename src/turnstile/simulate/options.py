@@ -17,12 +17,20 @@ from turnstile.bench.lengths import LengthDistribution, parse_lengths, trace_len
 from turnstile.bench.workloads import WORKLOADS, Workload
 from turnstile.core.cost import Coefficients
 from turnstile.core.settings import SchedulerConfig
-from turnstile.simulate.calibrate import Calibration, CalibrationError, ask_server, read_calibration
+from turnstile.simulate.bench_file import fit_result, is_result, read_result
+from turnstile.simulate.calibrate import (
+    ENGINE_SETTINGS,
+    Calibration,
+    CalibrationError,
+    ask_server,
+    calibrated,
+    read_calibration,
+)
 from turnstile.simulate.hardware import ModelShape, Roofline, choose_hardware, choose_model
 from turnstile.simulate.load import Load, draw, from_workload, read_trace
 from turnstile.simulate.run import Plant
 from turnstile.simulate.setup import Front, Setup
-from turnstile.simulate.timing import LinearTiming, ScatteredTiming, StepTiming, finite
+from turnstile.simulate.timing import LinearTiming, finite
 
 
 @dataclass(kw_only=True)
@@ -30,7 +38,7 @@ class MachineOptions:
     """The machine, or machines, to simulate."""
 
     source: Annotated[str | None, Parameter(name="--from")] = None
-    """A running server (http://…), or a file that --save-calibration wrote."""
+    """A running server (http://…), or a file of --save-calibration or of `bench serve`."""
     hardware: str | None = None
     """Estimate by roofline instead: a100, h100, h200 or cpu."""
     model: str = "8b"
@@ -103,8 +111,12 @@ DEFAULT_REQUESTS = 2000
 _RANGE_POINTS = 6
 
 
-def assemble(options: MachineOptions, api_key: str | None = None) -> tuple[list[Plant], str]:
+def assemble(
+    options: MachineOptions, api_key: str | None = None, save: Path | None = None
+) -> tuple[list[Plant], str]:
     """Every combination of machines that is asked for, and one line on where their speed is from.
+
+    What was learned of a real machine is kept in the file ``save``.
 
     Raises
     ------
@@ -114,46 +126,41 @@ def assemble(options: MachineOptions, api_key: str | None = None) -> tuple[list[
     given = [o for o in (options.source, options.hardware, options.cost) if o]
     if len(given) != 1:
         raise ValueError("Say what to simulate: one of --from, --hardware or --cost.")
+    if save is not None and not options.source:
+        raise ValueError("--save-calibration needs --from: there is nothing else to learn from.")
     if options.hardware:
         setup, about = _estimated(options)
     elif options.cost:
         setup, about = _stated(options)
     else:
-        assert options.source is not None
-        known = _calibration(options.source, api_key)
+        known = _calibration(options, api_key)
+        if save is not None:
+            known.write(save)
         setup, about = calibrated(known), f"calibrated from {known.source}"
     return list(_combinations(_adjusted(setup, options), options)), about
 
 
-def _calibration(source: str, api_key: str | None) -> Calibration:
+def _calibration(options: MachineOptions, api_key: str | None) -> Calibration:
+    source = options.source or ""
     if source.startswith(("http://", "https://")):
         return ask_server(source, api_key)
-    return read_calibration(Path(source))
-
-
-def calibrated(known: Calibration, seed: int = 0) -> Setup:
-    """The machine a calibration describes."""
-    engine = known.engine
-    slots = int(engine.get("max_num_seqs") or 128)
-    timing: StepTiming = LinearTiming(known.coefficients)
-    if known.spread:
-        timing = ScatteredTiming(timing, known.spread, seed)
-    return Setup(
-        timing=timing,
-        num_pages=int(engine["num_pages"]),
-        page_size=int(engine["page_size"]),
-        admission=engine.get("admission") or "expected",
-        policy=engine.get("scheduling_policy") or "fair",
-        prefix_caching=bool(engine.get("enable_prefix_caching", True)),
-        scheduler=SchedulerConfig(
-            max_num_seqs=slots,
-            max_num_batched_tokens=int(engine.get("max_num_batched_tokens") or max(512, slots)),
-            max_model_len=int(engine.get("max_model_len") or 8192),
-            target_itl=engine.get("target_itl"),
-            neighbour_steps=float(engine.get("neighbour_steps", 2.0)) or None,
-        ),
-        front=known.front,
-    )
+    path = Path(source)
+    if not is_result(path):
+        return read_calibration(path)
+    if options.num_pages is None:
+        raise CalibrationError(
+            "A result of bench does not tell the pool: give --num-pages, and --max-num-seqs and "
+            "--max-num-batched-tokens where they are not 128 and 512."
+        )
+    engine = {name: getattr(options, name) for name in ENGINE_SETTINGS if hasattr(options, name)}
+    engine |= {
+        "page_size": (options.page_size or [16])[0],
+        "admission": (options.admission or ["expected"])[0],
+        "scheduling_policy": (options.scheduling_policy or ["fair"])[0],
+        "enable_prefix_caching": options.prefix_caching,
+    }
+    known, off = fit_result(read_result(path), engine, f"{path.name}")
+    return replace(known, source=f"{path.name}, whose figures it meets within {off:.0%}")
 
 
 def _estimated(options: MachineOptions) -> tuple[Setup, str]:
