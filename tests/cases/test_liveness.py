@@ -148,11 +148,11 @@ def test_b83_probes_and_streams_go_on_while_a_giant_is_read(
 def test_a_step_that_does_not_end_shows_at_the_probes_and_the_stream_goes_on(
     server: ServerProcess,
 ) -> None:
-    body: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 400, "ignore_eos": True, "seed": 3}
+    body: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 1900, "ignore_eos": True, "seed": 3}
     alone = text_of(list(server.stream("/v1/completions", **body)))
-    stream = server.stream("/v1/completions", **body)
-    events = [next(stream) for _ in range(3)]
     engine = server.http.get("/server_info").json()["engine"]["pid"]
+    stream = server.stream("/v1/completions", **body)
+    events = [next(stream)]
     os.kill(engine, signal.SIGSTOP)  # alive to the kernel, and no step ends
     with Probe(server) as health, Probe(server, "/readyz") as ready:
         events += list(stream)
