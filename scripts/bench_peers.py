@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
 import time
 from pathlib import Path
@@ -130,6 +131,8 @@ def chosen_peers(options: argparse.Namespace, model: Path) -> list[Peer]:
 
 def main() -> int:
     options = parse()
+    # Ended from outside, it still ends the server whose turn it is.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     model = resolve(options.model).tokenizer_path
     if options.install:
         return 1 if install(options.directory.resolve(), model) else 0
