@@ -222,7 +222,7 @@ def test_b53_biases_do_what_they_say_to_their_own_request_only(server: ServerPro
 
 CONTRADICTIONS: list[dict[str, Any]] = [
     {"allowed_token_ids": [2], "structured_outputs": {"choice": ["yes"]}},
-    {"structured_outputs": {"json": {"type": "integer", "maximum": 9}}, "min_tokens": 8},
+    {"structured_outputs": {"choice": ["7"]}, "min_tokens": 8},
     {"allowed_token_ids": [2], "min_tokens": 2, "ignore_eos": False},
 ]
 
