@@ -12,7 +12,7 @@ from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import drive
 from turnstile.lab.load import Ask, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome
+from turnstile.lab.parts.common import Served
 from turnstile.lab.policies import (
     NO_PREEMPTION,
     ORCA,
@@ -24,11 +24,11 @@ from turnstile.lab.policies import (
 )
 
 
-def serve(model: LabModel, policy: Policy, asks: list[Ask], memory: int = 256) -> Outcome:
+def serve(model: LabModel, policy: Policy, asks: list[Ask], memory: int = 256) -> Served:
     server = ContinuousServer(
         model, policy, memory_tokens=memory, max_model_len=128, slots=16, watched=True
     )
-    return Outcome(policy, drive(server, asks), server)
+    return Served(policy, drive(server, asks), server)
 
 
 @pytest.mark.parametrize("name", [n for n, p in POLICIES.items() if p.admission().preempts])

@@ -6,7 +6,7 @@ from turnstile.bench.lengths import Lognormal, Uniform
 from turnstile.lab.drive import Answer
 from turnstile.lab.load import Ask, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome, compare
+from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import GUARANTEED, NO_PREEMPTION, TURNSTILE, UNCHECKED, VLLM, Policy
 from turnstile.lab.story import Part, Plot, Series, Table
 
@@ -93,11 +93,11 @@ def _asks(model: LabModel) -> list[Ask]:
     )  # fmt: skip
 
 
-def _compare(model: LabModel, asks: list[Ask], policies: tuple[Policy, ...]) -> list[Outcome]:
+def _compare(model: LabModel, asks: list[Ask], policies: tuple[Policy, ...]) -> list[Served]:
     return compare(model, policies, asks, memory_tokens=MEMORY, max_model_len=LONGEST)
 
 
-def _table(title: str, outcomes: tuple[Outcome, ...]) -> Table:
+def _table(title: str, outcomes: tuple[Served, ...]) -> Table:
     return Table(
         title,
         ("", "complete", "died", "most at once", "steps", "preempted", "computed twice", "in vain"),
@@ -126,7 +126,7 @@ def _deaths(dead: list[Answer]) -> Table:
     )
 
 
-def _memory(outcomes: tuple[Outcome, ...]) -> Plot:
+def _memory(outcomes: tuple[Served, ...]) -> Plot:
     return Plot(
         f"Memory taken, of {MEMORY} tokens",
         "step",

@@ -121,8 +121,8 @@ def _speed(model: LabModel, part: Part, asks: list[Ask]) -> None:
             f"The speed, with {len(backlog)} requests there from the start",
             ("", "steps", "tokens out", "tokens/s"),
             tuple(rows),
-            note="Tokens a second as measured on this machine, once. A tiny model's steps cost "
-            "little but Python.",
+            note="Tokens a second as measured on this machine, once."
+            + (" A tiny model's steps cost little but Python." if model.is_tiny else ""),
         )
     )
 

@@ -13,7 +13,7 @@ from turnstile.lab.policies import Policy
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class Served:
     """A policy, its run, and the server as the run has left it."""
 
     policy: Policy
@@ -39,7 +39,7 @@ def compare(
     max_model_len: int,
     slots: int = 64,
     budget: int = 128,
-) -> list[Outcome]:
+) -> list[Served]:
     """Run the same requests under each policy, in the same memory."""
     listed = list(asks)
     outcomes = []
@@ -48,7 +48,7 @@ def compare(
             model, policy, memory_tokens=memory_tokens, max_model_len=max_model_len, slots=slots,
             budget=budget, watched=True,
         )  # fmt: skip
-        outcomes.append(Outcome(policy, drive(server, listed, seconds=model.seconds), server))
+        outcomes.append(Served(policy, drive(server, listed, seconds=model.seconds), server))
     return outcomes
 
 

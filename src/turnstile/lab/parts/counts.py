@@ -5,7 +5,7 @@ from __future__ import annotations
 from turnstile.bench.lengths import Uniform
 from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome, compare, wrong
+from turnstile.lab.parts.common import Served, compare, wrong
 from turnstile.lab.parts.prefix import LONGEST, REQUESTS, SYSTEM, shared_asks
 from turnstile.lab.policies import NO_COUNTS, TURNSTILE, UncountedPool
 from turnstile.lab.story import Part, Table
@@ -63,7 +63,7 @@ def run(model: LabModel, part: Part) -> None:
     )
 
 
-def _wrong_answers(counted: Outcome, uncounted: Outcome, differing: dict[str, int]) -> Table:
+def _wrong_answers(counted: Served, uncounted: Served, differing: dict[str, int]) -> Table:
     return Table(
         f"Wrong answers (the first {min(SHOWN, len(differing))})",
         ("", "wrong from token", "right", "given"),

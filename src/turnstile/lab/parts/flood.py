@@ -6,7 +6,7 @@ from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.lab.drive import percentile
 from turnstile.lab.load import arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome, compare
+from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import FIRST_COME, TURNSTILE
 from turnstile.lab.story import Part, Plot, Series, Table
 
@@ -67,7 +67,7 @@ def run(model: LabModel, part: Part) -> None:
     )
 
 
-def _waits(first: Outcome, fair: Outcome) -> Table:
+def _waits(first: Served, fair: Served) -> Table:
     rows = []
     for outcome in (first, fair):
         for tenant in ("guest", "flood"):

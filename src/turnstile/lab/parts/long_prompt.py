@@ -6,7 +6,7 @@ from turnstile.bench.lengths import Fixed
 from turnstile.lab.drive import Run
 from turnstile.lab.load import arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome, compare
+from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import TURNSTILE, WHOLE_PROMPTS
 from turnstile.lab.story import Part, Plot, Series, Table
 
@@ -62,7 +62,7 @@ def run(model: LabModel, part: Part) -> None:
     )
 
 
-def _cost(whole: Outcome, chunks: Outcome) -> Table:
+def _cost(whole: Served, chunks: Served) -> Table:
     rows = []
     for name, outcome in (("whole", whole), ("chunks", chunks)):
         rows.append(

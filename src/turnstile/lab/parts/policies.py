@@ -10,7 +10,7 @@ from turnstile.core.admission import ExpectedAdmission
 from turnstile.lab.drive import percentile
 from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
-from turnstile.lab.parts.common import Outcome, compare
+from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import GUARANTEED, ORCA, TURNSTILE, VLLM, Policy
 from turnstile.lab.story import Part, Plot, Series, Table, share
 
@@ -148,7 +148,7 @@ def _asks(model: LabModel) -> list[Ask]:
     return arriving(asks, gamma(RATE, REQUESTS, 1.0, np.random.default_rng(4)))
 
 
-def _table(outcomes: list[Outcome]) -> Table:
+def _table(outcomes: list[Served]) -> Table:
     rows = []
     for outcome in outcomes:
         run = outcome.run
