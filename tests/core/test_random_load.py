@@ -97,7 +97,7 @@ def test_everyone_gets_their_solo_answer_and_nothing_leaks(
     admission: str, speculation: bool, caching: bool
 ) -> None:
     preemptions = hits = forks = 0
-    for seed in range(40):
+    for seed in range(20):
         driver = load(seed, admission, speculation=speculation, caching=caching)
         preemptions += driver.scheduler.statistics.preemptions
         hits += driver.scheduler.cache.hits
@@ -107,12 +107,12 @@ def test_everyone_gets_their_solo_answer_and_nothing_leaks(
             assert not any(s == FinishReason.ERROR for s in driver.finished.values())
     assert forks
     assert (hits > 0) == caching
-    assert admission != "optimistic" or preemptions > 100
+    assert admission != "optimistic" or preemptions > 50
 
 
 @pytest.mark.parametrize("queue", ["fcfs", "priority"])
 def test_the_other_queue_policies_lose_nothing_either(queue: str) -> None:
-    for seed in range(40):
+    for seed in range(20):
         load(seed, "optimistic", speculation=False, queue=queue)
 
 
