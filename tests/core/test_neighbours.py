@@ -36,6 +36,7 @@ class Room:
     flood: bool
     gate: Gate = field(default_factory=lambda: Gate(GateConfig(slots=128, kv_tokens=2900 * 16)))
     places: dict[str, Place] = field(default_factory=dict)
+    asking: list[str] = field(default_factory=list)
     now: float = 0.0
     asked: dict[str, float] = field(default_factory=dict)
     times: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -61,6 +62,10 @@ class Room:
 
     def step(self) -> None:
         plan = self.scheduler.plan(self.now)
+        # Who was answered asks again at once, and finds a step planned already.
+        for tenant in self.asking:
+            self.ask(tenant)
+        self.asking.clear()
         for event in self.scheduler.take_events():
             if isinstance(event, Admitted):
                 self.places[event.request_id].start(event.time)
@@ -83,7 +88,7 @@ class Room:
             self.places[request.id].first_token(self.now)
         if progress.finish:
             self.places[request.id].leave(self.now, [progress.sequence.num_outputs])
-            self.ask(request.tenant)
+            self.asking.append(request.tenant)
 
     def run(self, until: float) -> None:
         while self.now < until:

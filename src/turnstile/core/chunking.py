@@ -15,6 +15,8 @@ from turnstile.core.request import Sequence
 from turnstile.core.settings import SchedulerConfig
 
 TYPICAL_CONTEXT = 256
+STRANGERS_LINGER = 64
+"""Steps after which tenants that have met count as apart again."""
 OLDEST_SHARE = 4
 """One part in this many of a tenant's share belongs to its oldest prompt."""
 
@@ -31,7 +33,7 @@ def prompt_budget(
 
     Where somebody streams, the target inter-token latency bounds it, but never below
     ``min_chunk``; where it is ``strangers`` who stream (other tenants than those of the prompts),
-    so does ``neighbour_steps``.
+    now or lately, so does ``neighbour_steps``.
     """
     largest = config.max_num_batched_tokens
     budget = largest
@@ -39,7 +41,7 @@ def prompt_budget(
     if strangers and config.neighbour_steps is not None and cost.warm:
         bound = config.neighbour_steps * _full_house(config, cost, decodes.batch)
         seconds = bound if seconds is None else min(seconds, bound)
-    if seconds is not None and decodes.tokens:
+    if seconds is not None and (decodes.tokens or strangers):
         budget = cost.budget(seconds, decodes, largest, _context(behind))
     return min(max(budget - decodes.tokens, config.min_chunk), largest - decodes.tokens)
 

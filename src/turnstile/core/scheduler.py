@@ -25,7 +25,7 @@ from collections.abc import Sequence as Seq
 from turnstile.core import events
 from turnstile.core.admission import AdmissionPolicy, Candidate, check_fits, check_slots
 from turnstile.core.alive import Alive
-from turnstile.core.chunking import need, prompt_budget, share_budget
+from turnstile.core.chunking import STRANGERS_LINGER, need, prompt_budget, share_budget
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.deadlines import Deadlines
 from turnstile.core.entrance import Entrance
@@ -71,6 +71,7 @@ class Scheduler:
         self.cost = cost or CostModel()
         self.choose_victim = victim
         self.statistics = Statistics()
+        self._strangers_until = 0
         self.slots = Slots(config.max_num_seqs)
         self.running = self.slots.running
         """In order of admission: the oldest first."""
@@ -277,7 +278,7 @@ class Scheduler:
             return []
         whole = not self.config.chunked_prefill
         spent = self._spent(decodes)
-        strangers = self.queue.num_tenants > 1 and self._strangers(decodes, behind)
+        strangers = self.queue.num_tenants > 1 and self._strangers_lately(decodes, behind)
         budget = prompt_budget(self.config, self.cost, spent, behind, strangers=strangers)
         if budget <= 0:
             return []
@@ -294,6 +295,14 @@ class Scheduler:
                 score = sequence.request.score_prompt and not sequence.num_outputs
                 chunks.append(Chunk(sequence, sequence.computed, tokens, samples, (), score))
         return chunks
+
+    def _strangers_lately(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
+        """Whether tenants meet in this step, or did a short while ago: who asks again is not to
+        come upon a long step that was planned in their absence.
+        """
+        if self._strangers(decodes, behind):
+            self._strangers_until = self.statistics.steps + STRANGERS_LINGER
+        return self.statistics.steps < self._strangers_until
 
     def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
         """Whether somebody decodes beside the prompts of another tenant."""
