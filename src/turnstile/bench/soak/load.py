@@ -191,6 +191,11 @@ async def _talk_nonsense(crowd: Crowd, rng: random.Random) -> None:
             raise
         crowd.seen["talk nonsense", "cut off"] += 1
         return
+    if answer is not None and answer.status == 503 and answer.retry_after:
+        # A server that is full need not look at what it is asked.
+        crowd.seen["talk nonsense", "refused"] += 1
+        await asyncio.sleep(THINK)
+        return
     if answer is None or answer.status not in wrong.statuses:
         raise ValueError(f"{answer} to {wrong.request[:400]!r}")
     crowd.seen["talk nonsense", "told so"] += 1
