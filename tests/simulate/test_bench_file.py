@@ -14,6 +14,7 @@ from turnstile.bench.workloads import WORKLOADS, Workload
 from turnstile.core.cost import Coefficients
 from turnstile.simulate.bench_file import fit_result, load_of, read_result
 from turnstile.simulate.calibrate import Calibration, CalibrationError, calibrated
+from turnstile.simulate.fit import descend
 from turnstile.simulate.load import from_workload
 from turnstile.simulate.run import Plant, simulate
 
@@ -34,12 +35,22 @@ def measured(workload: Workload, known: Calibration = TRUE) -> dict[str, Any]:
     }
 
 
+def test_a_search_finds_the_bottom_of_a_valley() -> None:
+    def loss(p: dict[str, float]) -> float:
+        return abs(p["a"] - 40.0) / 40.0 + abs(p["b"] - 0.3)
+
+    best, least = descend(loss, {"a": 3.0, "b": 1.0}, factor=2.0, rounds=8)
+    assert best["a"] == pytest.approx(40.0, rel=0.02)
+    assert best["b"] == pytest.approx(0.3, rel=0.02)
+    assert least == loss(best)
+
+
 def test_the_machine_that_measured_so_is_found() -> None:
-    workload = replace(WORKLOADS["W1"], requests=40, users=10)
-    found, off = fit_result(measured(workload), ENGINE, "test", rounds=7)
+    workload = replace(WORKLOADS["W1"], requests=30, users=8)
+    found, off = fit_result(measured(workload), ENGINE, "test", rounds=5)
     assert off < 0.03
     # What matters is what it says of another load.
-    other = from_workload(replace(workload, users=20), 7)
+    other = from_workload(replace(workload, users=16), 7)
     ours, truth = (simulate(Plant(calibrated(k)), other) for k in (found, TRUE))
     assert ours["output_throughput"] == pytest.approx(truth["output_throughput"], rel=0.08)
     assert ours["itl_ms"]["p50"] == pytest.approx(truth["itl_ms"]["p50"], rel=0.12)

@@ -20,6 +20,8 @@ from turnstile.simulate.setup import Front
 
 Parameters = dict[str, float]
 
+_STRIDES = 4
+
 SEEN: tuple[tuple[tuple[str, ...], float], ...] = (
     (("output_throughput",), 4.0),
     (("ttft_ms", "p50"), 1.0),
@@ -60,14 +62,23 @@ def descend(
 ) -> tuple[Parameters, float]:
     """Least ``loss`` near ``start``; the factor becomes its square root after every round."""
     best, least = dict(start), loss(start)
+
+    def go(name: str, step: float) -> bool:
+        """As far as it gets better that way, a few steps at most."""
+        nonlocal best, least
+        before = least
+        for _ in range(_STRIDES):
+            tried = best | {name: best[name] * step}
+            value = loss(tried)
+            if value >= least:
+                break
+            best, least = tried, value
+        return least < before
+
     for _ in range(rounds):
         for name in start:
-            for step in (factor, 1.0 / factor):
-                tried = best | {name: best[name] * step}
-                value = loss(tried)
-                if value < least:
-                    best, least = tried, value
-                    break
+            if not go(name, factor):
+                go(name, 1.0 / factor)
         factor = math.sqrt(factor)
     return best, least
 
