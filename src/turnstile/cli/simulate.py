@@ -79,7 +79,8 @@ def simulate(
         for name, requests in loads.points():
             for plant in plants:
                 _tell(f"{name}: {len(requests)} requests")
-                points.append(point(name, plant, run(plant, requests, limits), price))
+                figures = run(plant, requests, limits, _progress)
+                points.append(point(name, plant, figures, price))
     print(table(points))
     if output is not None:
         content = {
@@ -109,6 +110,12 @@ def _capacities(kind: str, plants: Any, loads: Any, limits: Any, price: float | 
             name = f"{found.value:.0f} users" if kind == "users" else f"{found.value:.3g}/s"
             points.append(point(name, plant, found.figures, price) | {"tried": found.tried})
     return points
+
+
+def _progress(arrivals: int) -> None:
+    """Said where somebody waits for long: every hundred thousand arrivals."""
+    if arrivals % 100_000 == 0:
+        _tell(f"{arrivals} requests have arrived")
 
 
 def _tell(text: str) -> None:
