@@ -80,7 +80,7 @@ fairness = given(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @example(
     lengths=TALKERS_AND_READERS,
     weights=(1.0, 1.0),
@@ -99,9 +99,7 @@ def test_backlogged_tenants_stay_within_the_bound(
 
 @pytest.mark.parametrize("queue", ["fcfs", "priority"])
 def test_other_queues_break_the_same_bound(queue: str) -> None:
-    @settings(
-        max_examples=100, deadline=None, database=None, derandomize=True, phases=[Phase.generate]
-    )
+    @settings(max_examples=100, database=None, derandomize=True, phases=[Phase.generate])
     @fairness
     def check(
         lengths: dict[str, list[tuple[int, int]]], weights: tuple[float, float],
@@ -138,7 +136,7 @@ def flood(
     return driver, requests
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     priority=st.integers(0, 4),
     rates=st.lists(st.integers(1, 3), min_size=1, max_size=5),

@@ -348,7 +348,6 @@ def test_whatever_happens_the_promises_hold(admission: str, speculation: bool) -
         settings=settings(
             max_examples=25,
             stateful_step_count=30,
-            deadline=None,
             suppress_health_check=list(HealthCheck),
         ),
     )

@@ -175,7 +175,7 @@ cases = st.builds(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(case=cases, formats=st.sampled_from(list(TOLERANCE)))
 def test_random_layers_equal_the_reference(
     level: str, case: Case, formats: tuple[str, str]

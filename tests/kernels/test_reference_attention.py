@@ -70,7 +70,7 @@ def plainly(
     window=st.sampled_from([None, 1, 5, 130, 1000]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_attention_over_pages_is_attention(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int, int],

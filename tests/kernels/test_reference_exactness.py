@@ -95,7 +95,7 @@ def test_a_crowd_changes_nothing(decoder: Decoder) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_any_cuts_among_any_company_give_the_same_bits(
     checkpoint: Path, data: st.DataObject
 ) -> None:

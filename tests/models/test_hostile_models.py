@@ -47,7 +47,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_gguf_with_changed_bytes(
     data: st.DataObject, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -63,7 +63,7 @@ def test_a_gguf_with_changed_bytes(
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_metadata_of_other_types(
     data: st.DataObject, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -122,7 +122,7 @@ anything = st.one_of(
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_config_with_changed_values(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

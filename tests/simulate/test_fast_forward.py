@@ -69,7 +69,7 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(loads(), setups(), st.sampled_from([1, 2]))
 def test_the_same_happens_at_the_same_moments(load: Load, machine: Setup, replicas: int) -> None:
     plant = Plant(machine, replicas, "least-loaded")

@@ -117,7 +117,7 @@ def test_each_kind_of_grammar_takes_what_it_should_and_nothing_else(
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_choice_is_taken_literally(
     compiler: GrammarCompiler, tokenizer: Tokenizer, options: list[str]
 ) -> None:
