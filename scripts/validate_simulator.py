@@ -4,7 +4,7 @@ Starts real servers, sends six loads of at least 500 requests each, every one of
 difference is the run-to-run spread), simulates the same loads with what the first run has taught,
 and writes a table. One command, about a quarter of an hour on two cores:
 
-    PYTHONPATH=src python scripts/validate_simulator.py --output docs/simulator-check.md
+    PYTHONPATH=src python scripts/validate_simulator.py --output check.md --docs docs/simulator.md
 """
 
 import argparse
@@ -321,6 +321,20 @@ def table(outcomes: list[Outcome], known: Calibration, size: int, off: float) ->
     return "\n".join(lines) + "\n"
 
 
+BEGIN, END = "<!-- validate_simulator: begin -->", "<!-- validate_simulator: end -->"
+
+
+def put_into(document: Path, text: str) -> None:
+    """Replace what is between the two marks."""
+    content = document.read_text()
+    before, _, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        _tell(f"{document} has no {BEGIN} … {END}; it stays as it is")
+        return
+    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="instead of the default model")
@@ -329,6 +343,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=2, help="times each load is sent")
     parser.add_argument("--budget", type=float, default=840.0, help="seconds for everything")
     parser.add_argument("--output", type=Path, default=Path("simulator-check.md"))
+    parser.add_argument("--docs", type=Path, help="document to put the table into as well")
     parser.add_argument("--raw", type=Path, help="JSON file for all figures")
     options = parser.parse_args()
     ends = time.monotonic() + options.budget
@@ -336,6 +351,8 @@ def main() -> int:
     text = table(outcomes, known, options.requests, off)
     options.output.write_text(text)
     print(text)
+    if options.docs:
+        put_into(options.docs, text)
     if options.raw:
         raw = {o.case.name: {"real": o.real, "simulated": o.simulated} for o in outcomes}
         options.raw.write_text(json.dumps(raw, indent=1))
