@@ -421,3 +421,20 @@ def test_loopback_needs_no_key(host: str) -> None:
 def test_unusable_keys_are_refused_at_start(keys: list[str]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(api_key=keys).check()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_choices", 0), ("default_max_tokens", 0), ("stream_interval", 0),
+        ("keep_alive_timeout", 0), ("body_timeout", 0), ("stalled_reader_timeout", -1),
+        ("default_timeout", 0), ("max_stop_strings", -1), ("max_logprobs", -1),
+        ("max_num_queued_reqs", -1), ("max_num_queued_tokens", -1),
+        ("sse_keep_alive_interval", -1), ("shutdown_timeout", -1), ("log_stats_interval", -1),
+        ("shutdown_timeout", float("inf")), ("default_timeout", float("nan")),
+    ],
+)  # fmt: skip
+def test_a_flag_out_of_its_range_is_named(name: str, value: float) -> None:
+    ServerConfig().check()
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} must be at least"):
+        ServerConfig(**{name: value}).check()  # type: ignore[arg-type]

@@ -76,6 +76,8 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        if self.max_model_len == 1:
+            raise EngineConfigError("--max-model-len 1 leaves no room for a prompt and an output.")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise EngineConfigError(
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "

@@ -11,6 +11,17 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message says what to change."""
 
 
+_LEAST: dict[float, tuple[str, ...]] = {
+    1: ("max_choices", "default_max_tokens", "stream_interval", "keep_alive_timeout"),
+    0.001: ("body_timeout", "stalled_reader_timeout", "default_timeout"),
+    0: (
+        "max_stop_strings", "max_logprobs", "max_num_queued_reqs", "max_num_queued_tokens",
+        "sse_keep_alive_interval", "shutdown_timeout", "log_stats_interval", "log_prompts",
+    ),
+}  # fmt: skip
+"""The least values of flags that are numbers."""
+
+
 @dataclass(kw_only=True)
 class ServerConfig:
     """The HTTP side of ``turnstile serve``."""
@@ -102,6 +113,7 @@ class ServerConfig:
             raise ConfigError("An API key is empty; give a secret, or leave the flag out.")
         if not all(key.isascii() and key.isprintable() for key in self.api_key):
             raise ConfigError("An API key has characters that no HTTP header can carry.")
+        self._check_ranges()
         if not 0 <= self.max_queue_wait < float("inf"):
             raise ConfigError("--max-queue-wait must be a number of seconds, 0 for no bound.")
         if self.max_body_size < 1024:
@@ -115,6 +127,14 @@ class ServerConfig:
                 "Add --api-key SECRET (or set TURNSTILE_API_KEY) or --tenants FILE, or say "
                 "--allow-unauthenticated if something in front of this server checks who calls."
             )
+
+    def _check_ranges(self) -> None:
+        for least, names in _LEAST.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is not None and not least <= value < float("inf"):
+                    flag = name.replace("_", "-")
+                    raise ConfigError(f"--{flag} must be at least {least:g}, not {value:g}.")
 
     @property
     def quiet_paths(self) -> frozenset[str]:
