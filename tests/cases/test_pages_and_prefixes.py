@@ -300,6 +300,17 @@ def test_b27_a_prompt_built_to_collide_is_answered_on_its_own(
         assert same(now, greedy(cold, [*other, 5], logprobs=1))
 
 
+def test_b27_what_was_computed_under_one_salt_is_not_found_under_another(
+    warm: ServerProcess,
+) -> None:
+    prompt = warm.tokens(64, seed=270)
+    assert cached(greedy(warm, prompt, cache_salt="a")) == 0
+    assert cached(greedy(warm, prompt, cache_salt="a")) == 48
+    for other in ("b", "A", "a ", None):
+        assert cached(greedy(warm, prompt, cache_salt=other)) == 0
+        assert cached(greedy(warm, prompt, cache_salt=other)) == 48
+
+
 # B29 ---------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,19 @@ def test_b37_stop_strings_of_many_bytes_cut_between_characters(
     assert "\ufffd" not in said
 
 
+def test_b37_no_chunk_of_a_stream_cuts_a_character(server: ServerProcess) -> None:
+    for interval in (1, 2, 3):
+        events = list(
+            server.stream(
+                "/v1/completions", prompt="x", temperature=0, stream_interval=interval,
+                **saying(MANY_BYTES),
+            )
+        )  # fmt: skip
+        assert text_of(events) == MANY_BYTES
+        assert not any("\ufffd" in text_of([event]) for event in events)
+        assert len(events) > 5
+
+
 # B39 ---------------------------------------------------------------------------------------------
 
 
