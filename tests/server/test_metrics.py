@@ -11,11 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from server.fake_engine import Failure, FakeEngine
 from server.served import Raw, Serve, Served, listening, until
+from turnstile.core.cost import Coefficients
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Snapshot, StepResult
 from turnstile.server.histogram import ITL_BOUNDS, Histogram, token_bounds
 from turnstile.server.metrics import Metrics
 from turnstile.server.stats import ThroughputLine
+from turnstile.simulate.calibrate import CalibrationError, calibrated, learn
 
 
 async def scrape(served: Served) -> dict[tuple[str, str], float]:
@@ -72,6 +74,26 @@ def test_all_series_are_there_at_zero_before_the_first_request(serve: Serve) -> 
             assert found["vllm:request_success_total", "length"] == 0
             assert found["vllm:admission_rejections_total", "max_num_queued_reqs"] == 0
             assert found["vllm:cache_config_info", "16,64"] == 1
+
+    asyncio.run(test())
+
+
+def test_a_simulator_learns_the_machine_from_what_the_server_tells(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            metrics = (await served.client.get("/metrics")).text
+            told = (await served.client.get("/server_info")).json()
+            with pytest.raises(CalibrationError, match="measured 0 steps"):
+                learn("here", metrics, told)
+            metrics = re.sub(r'(turn_cost_seconds{per="step"}) .*', r"\1 0.002", metrics)
+            metrics = re.sub(r"\n(turnstile_cost_samples) .*", r"\n\1 500.0", metrics)
+            known = learn("here", metrics, told)
+            assert known.coefficients == Coefficients(0.002, 0.0, 0.0, 0.0)
+            setup, info = calibrated(known), served.engine.info
+            assert info is not None
+            assert (setup.num_pages, setup.page_size) == (info.num_pages, info.page_size)
+            assert setup.scheduler.max_num_seqs == info.max_num_seqs
+            assert setup.scheduler.max_model_len == info.max_model_len
 
     asyncio.run(test())
 

@@ -107,7 +107,12 @@ def ask_server(url: str, api_key: str | None = None) -> Calibration:
             told = info.json()
     except (httpx.HTTPError, ValueError) as error:
         raise CalibrationError(f"{base} cannot be asked: {error}") from None
-    coefficients, samples = parse_costs(metrics.text)
+    return learn(base, metrics.text, told)
+
+
+def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
+    """What a server's ``/metrics`` and ``/server_info`` say of it. Raises as :func:`ask_server`."""
+    coefficients, samples = parse_costs(metrics)
     if samples < ENOUGH:
         raise CalibrationError(
             f"{base} has measured {samples} steps; at least {ENOUGH} are needed. "
