@@ -134,6 +134,7 @@ def cases(size: int, rate: float) -> list[Case]:
 def serving(model: str | None, port: int, flags: tuple[str, ...], log: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "turnstile", "serve", *([model] if model else [])]
     command += ["--port", str(port), "--disable-access-log", "--max-num-queued-reqs", "100000"]
+    command += ["--max-queue-wait", "0"]
     with log.open("ab") as output:
         process = subprocess.Popen(
             [*command, *flags], stdout=output, stderr=output, start_new_session=True

@@ -94,6 +94,8 @@ def test_a_simulator_learns_the_machine_from_what_the_server_tells(serve: Serve)
             assert (setup.num_pages, setup.page_size) == (info.num_pages, info.page_size)
             assert setup.scheduler.max_num_seqs == info.max_num_seqs
             assert setup.scheduler.max_model_len == info.max_model_len
+            assert setup.max_num_queued_reqs == served.service.config.max_num_queued_reqs
+            assert setup.max_queue_wait == served.service.config.max_queue_wait
 
     asyncio.run(test())
 

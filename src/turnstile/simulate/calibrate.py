@@ -42,7 +42,7 @@ class Calibration:
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
         ``admission``, ``scheduling_policy``, ``enable_prefix_caching``, ``target_itl``,
-        ``neighbour_steps``.
+        ``neighbour_steps``, and the bounds of its gate.
     """
 
     source: str
@@ -62,6 +62,7 @@ ENGINE_SETTINGS = (
     "admission", "scheduling_policy", "enable_prefix_caching", "target_itl",
     "neighbour_steps",
 )  # fmt: skip
+GATE_SETTINGS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queue_wait")
 
 
 def calibrated(known: Calibration, seed: int = 0) -> Setup:
@@ -86,6 +87,9 @@ def calibrated(known: Calibration, seed: int = 0) -> Setup:
             neighbour_steps=float(engine.get("neighbour_steps", 2.0)) or None,
         ),
         front=known.front,
+        max_num_queued_reqs=engine.get("max_num_queued_reqs"),
+        max_num_queued_tokens=engine.get("max_num_queued_tokens"),
+        max_queue_wait=engine.get("max_queue_wait") or None,
     )
 
 
@@ -123,6 +127,8 @@ def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
     if missing:
         raise CalibrationError(f"{base}/server_info does not tell {' and '.join(missing)}.")
     kept = {name: engine[name] for name in ENGINE_SETTINGS if name in engine}
+    door = told.get("server") or {}
+    kept |= {name: door[name] for name in GATE_SETTINGS if name in door}
     source = f"{engine.get('model')} at {base}"
     return Calibration(source=source, coefficients=coefficients, samples=samples, engine=kept)
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from cyclopts import Parameter
 
@@ -31,6 +31,8 @@ from turnstile.simulate.load import Load, draw, from_workload, read_trace
 from turnstile.simulate.run import Plant
 from turnstile.simulate.setup import Front, Setup
 from turnstile.simulate.timing import LinearTiming, finite
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -66,7 +68,7 @@ class MachineOptions:
     max_num_queued_reqs: int | None = None
     """Most requests waiting to start; more are refused, as by the server's gate."""
     max_queue_wait: float | None = None
-    """Most seconds of predicted wait; who would wait longer is refused."""
+    """Most seconds of predicted wait; who would wait longer is refused. 0: any."""
     prefix_caching: bool = True
     """Keep the pages of finished prompts for requests that begin alike."""
     replicas: list[int] = field(default_factory=list)
@@ -228,9 +230,13 @@ def _adjusted(setup: Setup, options: MachineOptions) -> Setup:
         num_pages=options.num_pages or setup.num_pages,
         prefix_caching=setup.prefix_caching and options.prefix_caching,
         scheduler=scheduler,
-        max_num_queued_reqs=options.max_num_queued_reqs,
-        max_queue_wait=options.max_queue_wait,
+        max_num_queued_reqs=_given(options.max_num_queued_reqs, setup.max_num_queued_reqs),
+        max_queue_wait=_given(options.max_queue_wait, setup.max_queue_wait) or None,
     )
+
+
+def _given(option: T | None, known: T | None) -> T | None:
+    return known if option is None else option
 
 
 def _combinations(setup: Setup, options: MachineOptions) -> Iterator[Plant]:
