@@ -9,7 +9,7 @@ NATIVE := $(wildcard csrc/pyproject.toml csrc/CMakeLists.txt csrc/engine/* csrc/
 # A .venv that is a link belongs to somebody else: it is used as it is, and never installed into.
 LINKED := $(shell test -L $(VENV) && echo yes)
 
-.PHONY: help install serve bench soak test test-fast lint format clean
+.PHONY: help install serve bench soak bench-peers test test-fast lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -21,6 +21,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	@echo "Building the native kernels (a minute or more)..."
 	@$(BIN)/python -m pip install --quiet ./csrc >$(VENV)/native-build.log 2>&1 \
 		&& echo "The native kernels are built." \
 		|| echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler): the slower reference kernels will be used."

@@ -87,7 +87,8 @@ def _pyplot() -> Any:
         import matplotlib
     except ModuleNotFoundError:
         raise PlotError(
-            "--plot needs matplotlib, which is not installed: pip install 'turnstile[bench]'"
+            "--plot needs matplotlib, which is not installed; in the source tree: "
+            "pip install -e '.[bench]'"
         ) from None
     matplotlib.use("Agg")
     from matplotlib import pyplot

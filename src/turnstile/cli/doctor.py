@@ -87,7 +87,10 @@ def check_packages() -> Finding:
         except metadata.PackageNotFoundError:
             missing.append(package)
     if missing:
-        return Finding("packages", "bad", f"missing: {', '.join(missing)}", "pip install turnstile")
+        return Finding(
+            "packages", "bad", f"missing: {', '.join(missing)}",
+            "In the source tree: make install (or pip install -c constraints.txt -e .)",
+        )  # fmt: skip
     return Finding("packages", "ok", ", ".join(versions))
 
 
@@ -109,7 +112,7 @@ def check_kernels() -> Finding:
     if find_spec("turnstile_kernels") is None:
         return Finding(
             "kernels", "note", "the native kernels are not installed: several times slower",
-            "Install turnstile-kernels, or build it from csrc/.",
+            "In the source tree: make install, or pip install ./csrc (needs a C++20 compiler).",
         )  # fmt: skip
     return Finding("kernels", "ok", "native kernels are installed")
 
