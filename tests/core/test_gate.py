@@ -92,6 +92,17 @@ def test_prompts_of_one_request_enter_together_or_not_at_all() -> None:
     assert len(gate.enter([work()] * 5, 0.0)) == 5
 
 
+def test_a_refusal_counts_those_who_wait_and_not_who_is_refused_or_has_a_slot() -> None:
+    gate = Gate(GateConfig(slots=2, max_requests=4))
+    gate.enter([work(10)], 0.0)[0].start(0.0)
+    admitted(gate, 9, tokens=10)
+    assert gate.waiting == 5  # one of them will have the second slot as soon as a step is over
+    with pytest.raises(Refused) as refused:
+        gate.enter([work(10)], 0.0)
+    assert (refused.value.bound, refused.value.waiting) == (4, 4)
+    assert refused.value.waiting_tokens == 40
+
+
 def test_pages_that_are_taken_make_a_queue_although_slots_are_free() -> None:
     gate = Gate(GateConfig(slots=8, max_requests=2))
     gate.learn(warm(free_tokens=1000))

@@ -35,6 +35,7 @@ def test_it_starts_serves_and_ends_with_code_0(tiny: Path) -> None:
         assert "Maximum concurrency for 256 tokens per request: 4.00x" in server.log
         server.signal(signal.SIGTERM)
         assert server.wait(10) == 0
+        assert "Stopped." in server.log
         assert "Traceback" not in server.log
 
 

@@ -259,6 +259,30 @@ def test_the_signal_reloads(serve: Serve, tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_without_tenants_the_signal_changes_nothing_and_a_closed_terminal_drains(
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    terminal: bool,
+) -> None:
+    monkeypatch.setattr(os, "isatty", lambda descriptor: terminal)
+
+    async def scenario() -> None:
+        async with serve() as served:
+            life: Any = _life(served)
+            life._handle_signals()
+            for _ in range(2):  # the kernel and the shell may both say so
+                os.kill(os.getpid(), signal.SIGHUP)
+                await asyncio.sleep(0.05)
+            assert life._first.is_set() == terminal
+            assert not life._second.is_set()
+
+    with caplog.at_level("INFO", "turnstile.server"):
+        asyncio.run(scenario())
+    assert ("nothing to reload" in caplog.text) != terminal
+
+
 def _life(served: Served) -> Any:
     from turnstile.server.run import Life
 

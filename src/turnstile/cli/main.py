@@ -23,7 +23,7 @@ VERBS = {
     "inspect": "Say what is in a model, and what serving it takes.",
     "doctor": "Check this machine, and say what would keep Turnstile from serving well.",
     "export-tokenizer": "Write a model's tokenizer as a Hugging Face directory.",
-    "bench": "Measure a running server.",
+    "bench": "Measure a server: load and latency, sweeps, the whole suite, comparisons.",
     "simulate": "Run the scheduler on virtual time.",
     "lab": "See what each mechanism is for: with it and without it, side by side.",
 }

@@ -47,7 +47,7 @@ class Refused(Exception):  # noqa: N818
     bound
         Its value.
     waiting, waiting_tokens
-        Prompts that wait, and their tokens.
+        Prompts that wait without the refused ones, and their tokens.
     retry_after
         Seconds (1 to 60) after which a place should be free; None where the request alone is more
         than the bound allows, so that it never will be.
@@ -215,10 +215,13 @@ class Gate:
 
     def _check_bounds(self, works: Sequence[Work], queued: int, now: float) -> None:
         config = self.config
+        others = queued - len(works)
         if config.max_requests is not None and queued > config.max_requests:
             ever = len(works) <= config.max_requests + config.slots
             excess = queued - config.max_requests
-            raise self._refusal(MAX_REQUESTS, config.max_requests, excess if ever else None, now)
+            raise self._refusal(
+                MAX_REQUESTS, config.max_requests, excess if ever else None, others, now
+            )
         if config.max_tokens is None:
             return
         prompts = self._crowd.waiting.prompts + len(works)
@@ -227,7 +230,9 @@ class Gate:
         if tokens > config.max_tokens:
             ever = len(works) <= config.slots or own <= config.max_tokens
             excess = math.ceil((tokens - config.max_tokens) * queued / tokens)
-            raise self._refusal(MAX_TOKENS, config.max_tokens, excess if ever else None, now)
+            raise self._refusal(
+                MAX_TOKENS, config.max_tokens, excess if ever else None, others, now
+            )
 
     def _check_wait(
         self, works: Sequence[Work], expected: Sequence[float], queued: int, now: float
@@ -243,7 +248,7 @@ class Gate:
         estimate = self._estimate(works[-1], before)
         bound = self.config.max_wait
         if bound is not None and queued > 0 and estimate.wait > bound:
-            raise self._refusal(MAX_WAIT, bound, 0, now, estimate)
+            raise self._refusal(MAX_WAIT, bound, 0, queued - len(works), now, estimate)
         return estimate
 
     def _refusal(
@@ -251,17 +256,25 @@ class Gate:
         reason: str,
         bound: float,
         starts: int | None,
+        others: int,
         now: float,
         estimate: Estimate | None = None,
     ) -> Refused:
-        """``starts`` prompts must have started before the request fits; None: it never does."""
+        """``starts`` prompts must have started before the request fits; None: it never does.
+
+        ``others`` are those that wait without it, and have no slot free: who has one is inside but
+        in nobody's way, and to count him would tell of a queue beyond its bound.
+        """
         self.rejections[reason] += 1
         retry = None if starts is None else self._retry_after(starts, bound, now, estimate)
+        waiting = self._crowd.waiting
+        others = min(max(0, others), waiting.prompts)
+        tokens = waiting.prompt_tokens * others // waiting.prompts if waiting.prompts else 0
         return Refused(
             reason,
             bound,
-            self._crowd.waiting.prompts,
-            self._crowd.waiting.prompt_tokens,
+            others,
+            tokens,
             retry,
             estimate,
         )

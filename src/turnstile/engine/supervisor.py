@@ -33,6 +33,7 @@ from turnstile.engine.protocol import (
     decode_message,
 )
 from turnstile.engine.quarantine import Member, Quarantine
+from turnstile.engine.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -203,8 +204,8 @@ class ProcessEngine(JournaledClient):
         if self._started is not None and not self._started.done():
             self._started.set_result(info)
         else:
-            count = len(self._journal.entries)
-            logger.info("Engine %d is ready; %d requests go on", info.epoch, count)
+            going_on = counted(len(self._journal.entries), "request")
+            logger.info("Engine %d is ready; going on with %s.", info.epoch, going_on)
         self._submit_admitted()
 
     # -- death and recovery -----------------------------------------------------------------------
@@ -252,7 +253,8 @@ class ProcessEngine(JournaledClient):
             return
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.RECOVERING
-        logger.warning("%s Restarting it; %d requests wait.", why, len(self._journal.entries))
+        waiting = counted(len(self._journal.entries), "request")
+        logger.warning("%s Restarting it; waiting: %s.", why, waiting)
         again = self._restarts - 2
         self._pause = min(_LONGEST_PAUSE, 0.1 * 2**again) if again >= 0 else 0.0
         self._tasks = [task for task in self._tasks if not task.done()]

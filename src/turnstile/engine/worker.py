@@ -62,6 +62,7 @@ def main() -> int:
     # group, reaches this process too, and streams must be able to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
     configure(logging.getLevelName(setup.log_level), setup.log_format, process=ENGINE)
     end = socket.socket(fileno=setup.socket)
     end.set_inheritable(False)

@@ -19,6 +19,7 @@ from turnstile.core.gate import (
 )
 from turnstile.engine.client import Generation
 from turnstile.engine.protocol import EngineInfo, Snapshot
+from turnstile.engine.wording import counted
 from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, Headers
 from turnstile.server.tenants import Tenant
@@ -133,7 +134,10 @@ def _answer(gate: Gate, tenant: Tenant, refused: Refused, now: float) -> ApiErro
 
 
 def _overloaded(refused: Refused, headers: Headers) -> ApiError:
-    waiting = f"{refused.waiting} requests and {refused.waiting_tokens} prompt tokens wait"
+    requests = counted(refused.waiting, "request")
+    tokens = counted(refused.waiting_tokens, "prompt token")
+    verb = "waits" if refused.waiting == 1 else "wait"
+    waiting = f"{requests} of {tokens} {verb}"
     if refused.retry_after is None:
         message = (
             f"The request alone is more than the queue holds ({refused.reason} is "

@@ -2,7 +2,8 @@
 
 The first SIGTERM or SIGINT drains: what runs may finish within ``--shutdown-timeout``, new
 requests are sent elsewhere. The second aborts, and every stream still gets its last chunk. The
-third leaves at once. SIGHUP reads the tenants' file again, where there is one.
+third leaves at once. SIGHUP reads the tenants' file again. Where there is none it changes nothing,
+but drains a server whose terminal was closed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Awaitable, Callable, Iterator
 import uvicorn
 
 from turnstile.engine.client import EngineState, EngineUnavailableError
+from turnstile.engine.wording import counted
 from turnstile.server.app import App
 from turnstile.server.head_limits import BoundedHttpProtocol
 from turnstile.server.model import ServedModel
@@ -107,6 +109,7 @@ class Life:
             await _end(watching)
             server.should_exit = True
             await serving
+            logger.info("Stopped.")
         if self._failed:
             return EXIT_FAILED
         return EXIT_ABORTED if self._second.is_set() else EXIT_OK
@@ -161,9 +164,16 @@ class Life:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        # Under systemd a reload must not end a server that has nothing to reload.
-        if self._service.config.tenants is not None or "NOTIFY_SOCKET" in os.environ:
-            loop.add_signal_handler(signal.SIGHUP, self._service.reload_keys)
+        loop.add_signal_handler(signal.SIGHUP, self._on_hangup)
+
+    def _on_hangup(self) -> None:
+        """A reload, or the terminal was closed: it may say so twice, which must abort nobody."""
+        if self._service.config.tenants is not None:
+            self._service.reload_keys()
+        elif os.isatty(0):
+            self._first.set()
+        else:
+            logger.info("SIGHUP: nothing to reload, there is no --tenants file.")
 
     def _on_signal(self) -> None:
         self._signals += 1
@@ -195,14 +205,15 @@ class Life:
         if not running or timeout <= 0:
             return
         logger.info(
-            "Shutting down: %d requests may finish within %g s. Again to abort them.",
-            running,
+            "Shutting down: %s may finish within %g s. Again to abort.",
+            counted(running, "request"),
             timeout,
         )
         end = service.clock() + timeout
         while service.metrics.in_flight and not self._second.is_set():
             if service.clock() >= end:
-                logger.warning("Aborting %d requests: out of time.", service.metrics.in_flight)
+                left = counted(service.metrics.in_flight, "request")
+                logger.warning("Aborting %s: out of time.", left)
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._second.wait(), _POLL)
