@@ -76,6 +76,10 @@ WRONG = [
     ("[tenants.a]\nkeys = ['k']\nweight = 0", "tenants.a.weight"),
     ("[tenants.a]\nkeys = ['k']\nweight = nan", "tenants.a.weight"),
     ("[tenants.a]\nkeys = ['k']\nweight = true", "tenants.a.weight"),
+    (f"[tenants.a]\nkeys = ['k']\nweight = 1{'0' * 400}", "tenants.a.weight"),
+    (f"[tenants.a]\nkeys = ['k']\nweight = 1{'0' * 5000}", "too many digits"),
+    (f"[tenants.a]\nkeys = ['k']\nweight = 0x1{'0' * 5000}", "tenants.a.weight"),
+    (f"a = {'[' * 20_000}{']' * 20_000}", "too deeply"),
     ("[tenants.a]\nkeys = ['k']\nmax_concurrent = 0", "tenants.a.max_concurrent"),
     ("[tenants.a]\nkeys = ['k']\ntokens_per_minute = 1.5", "tenants.a.tokens_per_minute"),
     ("[tenants.a]\nkeys = ['k']\npriority = 'high'", "tenants.a.priority"),
@@ -94,6 +98,11 @@ def test_a_mistake_is_named_by_its_place(tmp_path: Path, text: str, field: str) 
     with pytest.raises(ConfigError, match=field) as raised:
         parsed(tmp_path, text)
     assert "tenants.toml" in str(raised.value)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path: Path) -> None:
+    found = parsed(tmp_path, "\ufeff[tenants.a]\nkeys = ['k']")
+    assert found[digest_of("k")].name == "a"
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

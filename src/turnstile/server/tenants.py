@@ -11,7 +11,6 @@ The file is checked as a whole: a wrong one changes nothing, and the error names
 from __future__ import annotations
 
 import hashlib
-import math
 import re
 import tomllib
 from collections.abc import Callable, Iterable, Mapping
@@ -74,12 +73,16 @@ def read_tenants(path: Path) -> list[tuple[bytes, Tenant]]:
         The file cannot be read, or something in it is wrong: named by its place in the file.
     """
     try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        data = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"Cannot read the tenants in {path}: {reason}.") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path} is not valid TOML: {error}.") from None
+    except ValueError:  # the one that is left: int() of more digits than it takes
+        raise ConfigError(f"{path} has a number of too many digits.") from None
+    except RecursionError:
+        raise ConfigError(f"{path} nests its values too deeply.") from None
     try:
         return _parse(data)
     except _FieldError as error:
@@ -166,9 +169,14 @@ def _digests(value: Any, place: str) -> list[bytes]:
 def _weight(value: Any, place: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _FieldError(f"{place}: must be a number.")
-    if not math.isfinite(value) or not 0.001 <= value <= 1000:
-        raise _FieldError(f"{place}: must be from 0.001 to 1000, not {value}.")
+    if not 0.001 <= value <= 1000:  # nan is not, either
+        raise _FieldError(f"{place}: must be from 0.001 to 1000, not {_shown(value)}.")
     return float(value)
+
+
+def _shown(value: float) -> str:
+    """A number for a message: Python does not write down an integer of thousands of digits."""
+    return f"{value:g}" if abs(value) < 1e18 else "so large a number"
 
 
 def _whole(value: Any, place: str, least: int, most: int) -> int:
