@@ -97,6 +97,11 @@ def test_repetitions_have_the_same_lengths_and_fresh_text(
     assert [r["output_tokens"] for r in result["repetitions"]] == [640, 640]
     assert main(["bench", "compare", str(file), str(file)]) == 0
     assert "1.000" in capsys.readouterr().out
+    (wrong := tmp_path / "wrong.json").write_text("{}")
+    assert main(["bench", "compare", str(file), str(wrong)]) == 1
+    assert capsys.readouterr().err == (
+        f"turnstile: {wrong} is not a result of turnstile bench serve.\n"
+    )
 
 
 def test_requests_to_warm_up_are_sent_and_not_counted(tmp_path: Path) -> None:

@@ -105,6 +105,19 @@ def test_random_lengths_lie_in_their_range_and_the_text_is_prose() -> None:
         Work(dataset_name="random", random_range_ratio=1.0).chosen("W1")
 
 
+def test_a_changed_workload_is_titled_by_what_it_is_now() -> None:
+    ten = load(choose("W1"), users=10)
+    assert (ten.name, ten.summary) == ("W1*", "10 users, closed loop")
+    assert load(ten, users=100) == choose("W1")
+    assert choose("W2", requests=9).summary == "9 requests all at once"
+    assert (
+        choose("W3", users=1).summary
+        == "1 user, closed loop, behind one common prefix of 512 tokens"
+    )
+    bounded = load(choose("W5"), rate=3.0, users=4)
+    assert bounded.summary == "Poisson arrivals, at most 4 at a time"
+
+
 TRACE = [
     {"timestamp": 1000, "input_length": 7, "output_length": 3, "hash_ids": [5, 6]},
     {"timestamp": 1500, "input_length": 9, "output_length": 2, "hash_ids": [5, 7]},

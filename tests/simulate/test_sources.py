@@ -162,10 +162,16 @@ def test_the_gate_can_be_bounded_from_the_command_line(
         ("--hardware h100 --users 3 --capacity users", "--goodput"),
         ("--hardware h100 --users 3 --lengths mine", "lmsys_turn1"),
         ("--hardware h100 --users 3 --admission hopeful", "guaranteed"),
+        ("--hardware h100 --users 3 --replicas 0", "--replicas"),
+        ("--hardware h100 --users 3 --goodput ttft", "--goodput"),
+        ("--hardware h100 --users 3 --prompt-lengths many", "is not a length"),
+        ("--users 3", "Say what to simulate"),
     ],
 )
 def test_what_cannot_be_simulated_is_told_in_a_sentence(
     words: str, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", *words.split()]) != 0
-    assert says in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert says in said
+    assert "Error" not in said  # no type of an exception: the sentence is enough

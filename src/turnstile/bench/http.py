@@ -17,6 +17,10 @@ from urllib.parse import urlsplit
 MAX_HEAD = 65536
 
 
+class UrlError(ValueError):
+    """This URL cannot be measured; the message says why."""
+
+
 class BrokenResponseError(Exception):
     """The bytes are not an HTTP/1.1 answer, or the connection ended inside one."""
 
@@ -182,7 +186,7 @@ class Server:
         """
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme != "http" or not parts.hostname:
-            raise ValueError(f"{url!r} is not an http:// URL; the load generator speaks no TLS")
+            raise UrlError(f"{url!r} is not an http:// URL; the load generator speaks no TLS")
         path = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or 80, path, api_key)
 

@@ -15,6 +15,10 @@ from numpy.typing import NDArray
 Lengths = NDArray[np.int64]
 
 
+class LengthError(ValueError):
+    """No such lengths can be drawn; the message says why."""
+
+
 class LengthDistribution(Protocol):
     """Something that draws token counts."""
 
@@ -31,7 +35,7 @@ class Fixed:
 
     def __post_init__(self) -> None:
         if self.tokens < 1:
-            raise ValueError(f"a length must be at least 1 token, got {self.tokens}")
+            raise LengthError(f"a length must be at least 1 token, got {self.tokens}")
 
     def draw(self, count: int, rng: np.random.Generator) -> Lengths:
         """Return `count` times the same length; the generator is left untouched."""
@@ -47,7 +51,9 @@ class Uniform:
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ValueError(f"a uniform length needs 1 <= low <= high, got {self.low}…{self.high}")
+            raise LengthError(
+                f"a uniform length needs 1 <= low <= high, got {self.low}…{self.high}"
+            )
 
     def draw(self, count: int, rng: np.random.Generator) -> Lengths:
         """Return `count` independent lengths."""
@@ -63,7 +69,7 @@ def around(tokens: int, ratio: float) -> LengthDistribution:
         Unless 0 ≤ ratio < 1.
     """
     if not 0 <= ratio < 1:
-        raise ValueError(f"--random-range-ratio must be at least 0 and below 1, got {ratio}")
+        raise LengthError(f"--random-range-ratio must be at least 0 and below 1, got {ratio}")
     if ratio == 0:
         return Fixed(tokens)
     return Uniform(max(1, math.floor(tokens * (1 - ratio))), math.ceil(tokens * (1 + ratio)))
@@ -90,9 +96,9 @@ class Lognormal:
 
     def __post_init__(self) -> None:
         if self.median <= 0 or self.sigma < 0:
-            raise ValueError("a lognormal length needs median > 0 and sigma >= 0")
+            raise LengthError("a lognormal length needs median > 0 and sigma >= 0")
         if not 1 <= self.low <= self.high:
-            raise ValueError(f"bounds need 1 <= low <= high, got {self.low}…{self.high}")
+            raise LengthError(f"bounds need 1 <= low <= high, got {self.low}…{self.high}")
 
     def draw(self, count: int, rng: np.random.Generator) -> Lengths:
         """Return `count` independent lengths, rounded to whole tokens, then bounded."""
@@ -124,11 +130,11 @@ class Quantiles:
     def __post_init__(self) -> None:
         percents, values = np.asarray(self.percents), np.asarray(self.values)
         if len(percents) != len(values) or len(percents) < 2:
-            raise ValueError("quantiles need as many values as percents, and at least two")
+            raise LengthError("quantiles need as many values as percents, and at least two")
         if percents[0] != 0 or percents[-1] != 100 or np.any(np.diff(percents) <= 0):
-            raise ValueError("the percents of quantiles must rise from 0 to 100")
+            raise LengthError("the percents of quantiles must rise from 0 to 100")
         if values[0] <= 0 or np.any(np.diff(values) < 0):
-            raise ValueError("the values of quantiles must be positive and never fall")
+            raise LengthError("the values of quantiles must be positive and never fall")
 
     def at(self, probability: NDArray[np.float64]) -> NDArray[np.float64]:
         """Evaluate the inverse distribution function at probabilities in 0…1; any shape."""
@@ -173,7 +179,7 @@ def trace_lengths(name: str, cap: int | None = None) -> tuple[Quantiles, Quantil
     assert isinstance(traces, dict)
     assert isinstance(percents, list)
     if name not in traces:
-        raise ValueError(f"no trace named {name!r}; known are {', '.join(traces)}")
+        raise LengthError(f"no trace named {name!r}; known are {', '.join(traces)}")
     knots = tuple(float(p) for p in percents)
     trace = traces[name]
     return (
@@ -204,10 +210,10 @@ def parse_lengths(text: str) -> LengthDistribution:
         if not rest:
             return Fixed(int(head))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{text!r} is not a length: {error}") from None
+        raise LengthError(f"{text!r} is not a length: {error}") from None
     if len(rest) == 1 and rest[0] in ("prompt", "output"):
         return trace_lengths(head)[rest[0] == "output"]
-    raise ValueError(
+    raise LengthError(
         f"{text!r} is not a length; write 128, 16-64, lognormal:MEDIAN:SIGMA[:LOW:HIGH] "
         "or TRACE:prompt, TRACE:output"
     )

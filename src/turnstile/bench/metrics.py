@@ -57,6 +57,10 @@ def distribution(samples: Iterable[float]) -> dict[str, float | int | None]:
     return {"count": len(values), **figures}
 
 
+class LimitsError(ValueError):
+    """A limit of --goodput cannot be read; the message says why."""
+
+
 def measure(run: Run, limits: Limits | None = None) -> Figures:
     """All figures of one repetition, as they go into the JSON file."""
     return measure_records(run, records_of(run), limits)
@@ -84,13 +88,13 @@ def parse_limits(words: Iterable[str]) -> Limits:
     for word in words:
         name, _, value = word.partition(":")
         if name not in LIMITS:
-            raise ValueError(f"--goodput knows no {name!r}; write one of {', '.join(LIMITS)}")
+            raise LimitsError(f"--goodput knows no {name!r}; write one of {', '.join(LIMITS)}")
         try:
             limits[name] = float(value)
         except ValueError:
-            raise ValueError(f"--goodput {word!r}: write NAME:MILLISECONDS") from None
+            raise LimitsError(f"--goodput {word!r}: write NAME:MILLISECONDS") from None
         if not limits[name] > 0:
-            raise ValueError(f"--goodput {word!r}: a limit must be over 0 ms")
+            raise LimitsError(f"--goodput {word!r}: a limit must be over 0 ms")
     return limits
 
 

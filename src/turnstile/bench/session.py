@@ -34,6 +34,10 @@ FORMAT = "turnstile-bench-1"
 ENDPOINTS = (Completions.path, Chat.path)
 
 
+class SettingsError(ValueError):
+    """The measurement cannot be made like this; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """How to measure.
@@ -76,11 +80,13 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.warmup < 0:
-            raise ValueError("--repeat must be at least 1 and --warmup at least 0")
+            raise SettingsError("--repeat must be at least 1 and --warmup at least 0")
         if self.time_limit is not None and self.time_limit <= 0:
-            raise ValueError("--time-limit must be over 0 seconds")
+            raise SettingsError("--time-limit must be over 0 seconds")
         if self.endpoint not in ENDPOINTS:
-            raise ValueError(f"--endpoint must be {' or '.join(ENDPOINTS)}, not {self.endpoint!r}")
+            raise SettingsError(
+                f"--endpoint must be {' or '.join(ENDPOINTS)}, not {self.endpoint!r}"
+            )
 
 
 async def bench(

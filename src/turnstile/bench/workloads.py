@@ -185,9 +185,8 @@ def load(
 
 
 def _named(workload: Workload) -> Workload:
-    """Mark a changed workload, lest it be taken for the standard one in a table.
-
-    The rate of W5 is its parameter, and printed.
+    """Mark a changed workload, lest it be taken for the standard one in a table, and say what it
+    is now. The rate of W5 is its parameter, and printed.
     """
     plain = workload.name.rstrip("*")
     standard = WORKLOADS.get(plain)
@@ -195,5 +194,28 @@ def _named(workload: Workload) -> Workload:
         return workload
     if standard.rate is not None and workload.rate is not None:
         standard = replace(standard, rate=workload.rate)
-    same = replace(workload, name=plain) == standard
-    return replace(workload, name=plain if same else f"{plain}*")
+    if replace(workload, name=plain, summary=standard.summary) == standard:
+        return replace(workload, name=plain, summary=standard.summary)
+    return replace(workload, name=f"{plain}*", summary=_described(workload))
+
+
+def _described(workload: Workload) -> str:
+    """One line on who asks, and how."""
+    users, most = workload.users, workload.max_concurrency
+    if users is not None:
+        text = "1 user, closed loop" if users == 1 else f"{users} users, closed loop"
+    elif workload.ramp is not None:
+        text = f"arrivals from {workload.ramp.start:g}/s to {workload.ramp.end:g}/s"
+    elif workload.rate is not None:
+        text = "Poisson arrivals" if workload.burstiness == 1 else "arrivals in gamma gaps"
+    else:
+        text = f"{workload.requests} requests all at once"
+    if most is not None:
+        text += f", at most {most} at a time"
+    if workload.turns is not None:
+        text += ", conversations"
+    if workload.prefix:
+        groups = workload.prefix_groups
+        prefixes = "one common prefix" if groups == 1 else f"{groups} prefixes"
+        text += f", behind {prefixes} of {workload.prefix} tokens"
+    return text

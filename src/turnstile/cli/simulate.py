@@ -60,7 +60,7 @@ def simulate(
     """
     from turnstile.bench.metrics import parse_limits
     from turnstile.simulate.figures import Limits
-    from turnstile.simulate.options import Loads, assemble
+    from turnstile.simulate.options import Loads, OptionsError, assemble
     from turnstile.simulate.report import point, table
     from turnstile.simulate.run import simulate as run
 
@@ -72,7 +72,7 @@ def simulate(
     loads = Loads(load, plants[0].setup.scheduler.max_model_len)
     if capacity is not None:
         if limits is None:
-            raise ValueError("--capacity needs --goodput: the limits to keep.")
+            raise OptionsError("--capacity needs --goodput: the limits to keep.")
         points = _capacities(capacity, plants, loads, limits, price)
     else:
         points = []

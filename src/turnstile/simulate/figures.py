@@ -19,6 +19,10 @@ Floats = NDArray[np.float64]
 LATENCIES = ("ttft", "tpot", "e2el", "norm")
 
 
+class LimitsError(ValueError):
+    """There is no such limit; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What users are promised: limits of latencies in milliseconds, and for how many of them.
@@ -32,13 +36,13 @@ class Limits:
     def __post_init__(self) -> None:
         for name, value in self.milliseconds.items():
             if name not in LATENCIES:
-                raise ValueError(
+                raise LimitsError(
                     f"No limit {name!r} is known; write one of {', '.join(LATENCIES)}."
                 )
             if not value > 0:
-                raise ValueError(f"The limit of {name} must be over 0 ms, not {value}.")
+                raise LimitsError(f"The limit of {name} must be over 0 ms, not {value}.")
         if not 0 < self.share <= 1:
-            raise ValueError(f"The share of requests must be over 0 and at most 1: {self.share}.")
+            raise LimitsError(f"The share of requests must be over 0 and at most 1: {self.share}.")
 
 
 def measure(

@@ -35,6 +35,10 @@ from turnstile.simulate.timing import LinearTiming, finite
 T = TypeVar("T")
 
 
+class OptionsError(ValueError):
+    """This cannot be simulated as asked for; the message says what to change."""
+
+
 @dataclass(kw_only=True)
 class MachineOptions:
     """The machine, or machines, to simulate."""
@@ -123,13 +127,13 @@ def assemble(
     Raises
     ------
     ValueError
-        (Most often a subclass.) With a sentence that says what to change.
+        Always a subclass, with a sentence that says what to change.
     """
     given = [o for o in (options.source, options.hardware, options.cost) if o]
     if len(given) != 1:
-        raise ValueError("Say what to simulate: one of --from, --hardware or --cost.")
+        raise OptionsError("Say what to simulate: one of --from, --hardware or --cost.")
     if save is not None and not options.source:
-        raise ValueError("--save-calibration needs --from: there is nothing else to learn from.")
+        raise OptionsError("--save-calibration needs --from: there is nothing else to learn from.")
     if options.hardware:
         setup, about = _estimated(options)
     elif options.cost:
@@ -202,7 +206,7 @@ def _stated(options: MachineOptions) -> tuple[Setup, str]:
     try:
         alpha, beta, gamma, delta = (float(part) for part in options.cost.split(","))
     except ValueError:
-        raise ValueError(f"--cost {options.cost!r}: write four numbers a,b,c,d.") from None
+        raise OptionsError(f"--cost {options.cost!r}: write four numbers a,b,c,d.") from None
     if options.num_pages is None:
         raise CalibrationError("--cost needs --num-pages: there is no server or memory to ask.")
     setup = Setup(
@@ -249,7 +253,7 @@ def _combinations(setup: Setup, options: MachineOptions) -> Iterator[Plant]:
         options.router or ["round-robin"],
     ):
         if size < 1:
-            raise ValueError(f"--page-size must be at least 1, not {size}.")
+            raise OptionsError(f"--page-size must be at least 1, not {size}.")
         machine = replace(
             setup,
             page_size=size,
@@ -294,20 +298,20 @@ class Loads:
         if not options.users and not options.rate:
             load = self.make()
             if load.due is None and load.users == 1 and options.workload is None:
-                raise ValueError("Say how much is asked: one of --users, --rate or --trace.")
+                raise OptionsError("Say how much is asked: one of --users, --rate or --trace.")
             yield ("as recorded" if options.trace else load.name), load
 
     def _workload(self, least: int) -> Workload:
         name = self.options.workload or ""
         if name not in WORKLOADS:
-            raise ValueError(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
+            raise OptionsError(f"There is no workload {name!r}; known are {', '.join(WORKLOADS)}.")
         chosen = WORKLOADS[name]
         return replace(chosen, requests=self.options.requests or max(chosen.requests, least))
 
     def _lengths(self) -> tuple[LengthDistribution, LengthDistribution]:
         options = self.options
         if options.lengths not in trace_names():
-            raise ValueError(
+            raise OptionsError(
                 f"There are no lengths {options.lengths!r}; known are {', '.join(trace_names())}."
             )
         prompt, output = trace_lengths(options.lengths)
@@ -325,9 +329,11 @@ def parse_users(words: list[str]) -> list[int]:
         try:
             first, last = int(low), int(high or low)
         except ValueError:
-            raise ValueError(f"--users {word!r}: write a number, or a range as 100-2000.") from None
+            raise OptionsError(
+                f"--users {word!r}: write a number, or a range as 100-2000."
+            ) from None
         if not 1 <= first <= last:
-            raise ValueError(f"--users {word!r}: at least 1, and ranges rise.")
+            raise OptionsError(f"--users {word!r}: at least 1, and ranges rise.")
         points = _RANGE_POINTS if last > first else 1
         ratio = (last / first) ** (1 / max(1, points - 1))
         users += [round(first * ratio**i) for i in range(points)]

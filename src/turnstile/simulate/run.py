@@ -12,7 +12,7 @@ from turnstile.simulate.journal import Journal
 from turnstile.simulate.load import Load
 from turnstile.simulate.machine import Machine, TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
-from turnstile.simulate.setup import Setup
+from turnstile.simulate.setup import Setup, SetupError
 from turnstile.simulate.static import StaticMachine
 
 
@@ -28,9 +28,9 @@ class Plant:
 
     def __post_init__(self) -> None:
         if self.replicas < 1:
-            raise ValueError(f"--replicas must be at least 1, not {self.replicas}.")
+            raise SetupError(f"--replicas must be at least 1, not {self.replicas}.")
         if self.router not in ROUTERS:
-            raise ValueError(f"There is no router {self.router!r}; known are {', '.join(ROUTERS)}.")
+            raise SetupError(f"There is no router {self.router!r}; known are {', '.join(ROUTERS)}.")
 
 
 def play(

@@ -33,6 +33,10 @@ class Front:
     per_row: float = 0.0
 
 
+class SetupError(ValueError):
+    """There is no such machine; the message says why."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """A machine: how long its steps take, its page pool, and the policies that run it."""
@@ -54,7 +58,7 @@ class Setup:
         for name, known in (("admission", ADMISSION_POLICIES), ("policy", QUEUE_POLICIES)):
             value = getattr(self, name)
             if value not in known:
-                raise ValueError(f"There is no {name} {value!r}; known are {', '.join(known)}.")
+                raise SetupError(f"There is no {name} {value!r}; known are {', '.join(known)}.")
 
     def make_gate(self) -> Gate | None:
         """The gate of these settings, None where nothing is bounded."""

@@ -59,6 +59,10 @@ class Work:
         )
 
 
+class TimingError(ValueError):
+    """Steps cannot take this long; the message says why."""
+
+
 class StepTiming(Protocol):
     """Foretells the seconds of a step."""
 
@@ -148,7 +152,7 @@ def finite(coefficients: Coefficients) -> Coefficients:
     }
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"The cost coefficient {name} is {value}; it must be 0 or more.")
+            raise TimingError(f"The cost coefficient {name} is {value}; it must be 0 or more.")
     if not any(values.values()):
-        raise ValueError("All cost coefficients are 0: the server has measured no step yet.")
+        raise TimingError("All cost coefficients are 0: the server has measured no step yet.")
     return coefficients

@@ -19,6 +19,6 @@ def compare(first: Path, second: Path, /) -> int:
     """
     from turnstile.bench.report import compare as side_by_side
 
-    print(f"A = {first}\nB = {second}")
-    print(side_by_side(load(first), load(second)))
+    table = side_by_side(load(first), load(second))
+    print(f"A = {first}\nB = {second}\n{table}")
     return 0

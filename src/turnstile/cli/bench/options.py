@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from turnstile.bench.workloads import Workload
 
 
+class UsageError(ValueError):
+    """These flags do not go together; the message says why."""
+
+
 @dataclass(kw_only=True)
 class Target:
     """Which server to measure."""
@@ -130,7 +134,7 @@ class Load:
         if strategy is not None and start is not None and end is not None:
             return Ramp(strategy, start, end)
         if (strategy, start, end) != (None, None, None):
-            raise ValueError(
+            raise UsageError(
                 "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps"
             )
         return None

@@ -53,7 +53,8 @@ def without_details(result: Result) -> Result:
 
 
 def load(path: Path) -> Result:
-    """Read a result of ``bench serve``. Raises ValueError for anything else."""
+    """Read a result of ``bench serve``. Raises :class:`ReportError` for anything else."""
+    from turnstile.bench.report import ReportError
     from turnstile.bench.session import FORMAT
 
     try:
@@ -61,9 +62,9 @@ def load(path: Path) -> Result:
     except msgspec.DecodeError:
         result = None
     if not isinstance(result, dict) or result.get("format") != FORMAT:
-        raise ValueError(f"{path} is not a result of turnstile bench serve")
+        raise ReportError(f"{path} is not a result of turnstile bench serve.")
     if "error" in result:
-        raise ValueError(f"{path} holds no figures: {result['error']}")
+        raise ReportError(f"{path} holds no figures: {result['error']}")
     return result
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from turnstile.cli.bench.options import Measuring, Reporting, Target
+from turnstile.cli.bench.options import Measuring, Reporting, Target, UsageError
 from turnstile.cli.bench.running import EXIT_FAILURES, publish, run, tell
 from turnstile.cli.bench.work import Work
 
@@ -37,7 +37,7 @@ def sweep(
     from turnstile.bench.workloads import load
 
     if (request_rate is None) == (max_concurrency is None):
-        raise ValueError("give the loads to try, either --request-rate or --max-concurrency")
+        raise UsageError("give the loads to try, either --request-rate or --max-concurrency")
     target, saving = target or Target(), saving or Reporting()
     base = (work or Work()).chosen("W1")
     points = [(f"{rate:g}/s", load(base, rate=rate)) for rate in request_rate or ()]

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from turnstile.cli.bench.options import Saving
+from turnstile.cli.bench.options import Saving, UsageError
 from turnstile.cli.bench.running import tell, write
 from turnstile.cli.bench.work import Work
 from turnstile.engine.config import EngineConfig
@@ -45,7 +45,7 @@ def throughput(
     saving = saving or Saving()
     chosen = (work or Work()).chosen("W2")
     if repeat < 1:
-        raise ValueError("--repeat must be at least 1")
+        raise UsageError("--repeat must be at least 1")
     with LLM(**vars(engine or EngineConfig())) as llm:
         result = offline.throughput(
             llm,
