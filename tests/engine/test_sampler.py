@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from turnstile.core.request import Request, Sequence
 from turnstile.engine.constraints import Job
-from turnstile.engine.params import SamplingParams
+from turnstile.engine.params import ParameterError, SamplingParams
 from turnstile.engine.randomness import uniform
 from turnstile.engine.sampler import BAD_LOGITS, NOTHING_ALLOWED, Draw, Drawn, Sampler, _pick
 from turnstile.kernels import create_backend
@@ -157,6 +158,46 @@ def test_biases_and_allowed_ids_decide(sampler: Sampler) -> None:
     assert draw(sampler, row(), job(temperature=0.0, logit_bias={77: 100.0})).token == 77
     seen = frequencies(sampler, row(), job(allowed_token_ids=[4, 5], temperature=50.0), 200)
     assert set(seen) == {4, 5}
+
+
+def test_constraints_give_the_bits_of_the_plain_loop() -> None:
+    rng = np.random.default_rng(3)
+    bias = {int(token): float(rng.uniform(-100, 100)) for token in rng.integers(0, VOCAB, 300)}
+    allowed = [int(token) for token in rng.integers(0, VOCAB, 400)]
+    logits = row(6)[0].numpy()
+    expected = logits.copy()
+    for token, value in bias.items():
+        expected[token] += value
+    for token in set(range(VOCAB)).difference(allowed):
+        expected[token] = -np.inf
+    job(logit_bias=bias, allowed_token_ids=allowed).constrain(logits)
+    assert logits.tobytes() == expected.tobytes()
+
+
+def test_long_lists_are_converted_once_and_not_at_each_draw(sampler: Sampler) -> None:
+    one = job(logit_bias={4: 9.0}, allowed_token_ids=[4, 5], temperature=0.0)
+    # What a draw would read now is not what the job was made of.
+    one.params.logit_bias, one.params.allowed_token_ids = {7: 100.0}, [7]
+    assert draw(sampler, torch.zeros(1, VOCAB), one).token == 4
+
+
+class Unread(list[int]):
+    """A list that may be counted and not looked into."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("looked into")
+
+
+@pytest.mark.parametrize("name", ["allowed_token_ids", "stop_token_ids"])
+def test_more_ids_than_the_vocabulary_are_refused_unread(name: str) -> None:
+    params = SamplingParams(**{name: Unread([5] * (VOCAB + 1))})  # type: ignore[arg-type]
+    with pytest.raises(ParameterError, match=f"{name} has 1001 .* at most 1000") as caught:
+        params.check(VOCAB)
+    assert caught.value.param == name
+    SamplingParams(**{name: [5] * VOCAB}).check(VOCAB)  # type: ignore[arg-type]
+    for wrong in (-1, VOCAB):
+        with pytest.raises(ParameterError, match=f"{name}: a token id .* not {wrong}"):
+            SamplingParams(**{name: [5, wrong, 6]}).check(VOCAB)  # type: ignore[arg-type]
 
 
 def test_stop_ids_wait_for_min_tokens(sampler: Sampler) -> None:

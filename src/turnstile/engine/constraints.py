@@ -24,6 +24,9 @@ class Job:
     """How to draw for one sequence."""
 
     __slots__ = (
+        "_allowed_ids",
+        "_bias_ids",
+        "_biases",
         "_counts",
         "_grammar",
         "_mask",
@@ -51,7 +54,13 @@ class Job:
         self._seen = 0
         self._counts: dict[int, int] = {}
         self._prompt_ids: npt.NDArray[np.int64] | None = None
+        # Arrays once, not at each draw: a list as long as the vocabulary takes as long to convert
+        # as many steps, and everybody in the batch would wait for it.
         self._stop_ids = np.asarray(sorted(sequence.request.stop_ids), dtype=np.int64)
+        self._allowed_ids = np.unique(np.asarray(params.allowed_token_ids or (), dtype=np.int64))
+        bias = params.logit_bias or {}
+        self._bias_ids = np.fromiter(bias, np.int64, len(bias))
+        self._biases = np.fromiter(bias.values(), np.float32, len(bias))
         self.constrained = bool(
             params.repetition_penalty != 1.0
             or params.presence_penalty
@@ -73,11 +82,11 @@ class Job:
         self._catch_up()
         params = self.params
         self._penalize(logits)
-        for token, bias in (params.logit_bias or {}).items():
-            logits[token] += bias
-        if params.allowed_token_ids:
+        if len(self._bias_ids):
+            logits[self._bias_ids] += self._biases
+        if len(self._allowed_ids):
             allowed = np.full(len(logits), -np.inf, dtype=np.float32)
-            allowed[params.allowed_token_ids] = 0.0
+            allowed[self._allowed_ids] = 0.0
             logits += allowed
         if self.sequence.num_outputs < params.min_tokens and len(self._stop_ids):
             logits[self._stop_ids] = -np.inf

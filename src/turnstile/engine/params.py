@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 import msgspec
 
@@ -71,12 +72,15 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if value is not None:
                 _in_range(name, value, 0, max_logprobs)
-        for token, bias in (self.logit_bias or {}).items():
-            _in_range("logit_bias", token, 0, vocab_size - 1, what="a token id")
-            _in_range("logit_bias", bias, -100.0, 100.0, what="a bias")
+        if self.logit_bias:
+            check_length("logit_bias", len(self.logit_bias), vocab_size)
+            _ids_in_range("logit_bias", self.logit_bias, vocab_size)
+            for bias in self.logit_bias.values():
+                _in_range("logit_bias", bias, -100.0, 100.0, what="a bias")
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name) or ():
-                _in_range(name, token, 0, vocab_size - 1, what="a token id")
+            if tokens := getattr(self, name):
+                check_length(name, len(tokens), vocab_size)
+                _ids_in_range(name, tokens, vocab_size)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParameterError("allowed_token_ids is empty.", "allowed_token_ids")
 
@@ -84,6 +88,23 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     def greedy(self) -> bool:
         """True where the likeliest token is taken."""
         return self.temperature < 1e-5
+
+
+def check_length(name: str, length: int, vocab_size: int) -> None:
+    """Raise :class:`ParameterError` for more token ids than there are. Nothing looks at the ids
+    themselves before: a body of ids can hold millions.
+    """
+    if length > vocab_size:
+        raise ParameterError(
+            f"{name} has {length} entries; at most {vocab_size} are allowed, the size of the "
+            "vocabulary.",
+            name,
+        )
+
+
+def _ids_in_range(name: str, ids: Collection[int], vocab_size: int) -> None:
+    for token in (min(ids), max(ids)):
+        _in_range(name, token, 0, vocab_size - 1, what="a token id")
 
 
 def _in_range(

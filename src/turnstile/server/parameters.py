@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from turnstile.engine.params import SamplingParams
+from turnstile.engine.params import SamplingParams, check_length
 from turnstile.models.generation import GenerationDefaults
 from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, bad_request, unsupported
@@ -45,7 +45,7 @@ def make_params(
         repetition_penalty=pick(request.repetition_penalty, defaults.repetition_penalty, 1.0),
         presence_penalty=_or(request.presence_penalty, 0.0),
         frequency_penalty=_or(request.frequency_penalty, 0.0),
-        logit_bias=_logit_bias(request.logit_bias),
+        logit_bias=_logit_bias(request.logit_bias, model.vocab_size),
         allowed_token_ids=request.allowed_token_ids,
         seed=request.seed,
         stop=_stop_strings(request.stop, config.max_stop_strings),
@@ -98,9 +98,10 @@ def _logprob_counts(
     return request.logprobs, request.prompt_logprobs
 
 
-def _logit_bias(given: dict[str, float] | None) -> dict[int, float] | None:
+def _logit_bias(given: dict[str, float] | None, vocab_size: int) -> dict[int, float] | None:
     if not given:
         return None
+    check_length("logit_bias", len(given), vocab_size)
     bias: dict[int, float] = {}
     for key, value in given.items():
         digits = key.removeprefix("-")
