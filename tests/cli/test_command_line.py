@@ -85,6 +85,30 @@ def test_flags_win_over_environment_over_file_over_default(
     assert engine.model == "some-model"
 
 
+def test_names_that_are_no_settings_are_told_with_the_nearest_one(
+    started: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TURNSTILE_SERVE_PROT", "2")
+    monkeypatch.setenv("TURNSTILE_SERVE_BLOCK_SIZE", "2")
+    monkeypatch.setenv("TURNSTILE_SERVE_PORT", "4")
+    assert main(["serve"]) == 0
+    assert started[0][1].port == 4
+    assert capsys.readouterr().err.splitlines() == [
+        "turnstile: TURNSTILE_SERVE_BLOCK_SIZE is no setting and is ignored. "
+        "Did you mean TURNSTILE_SERVE_PAGE_SIZE?",
+        "turnstile: TURNSTILE_SERVE_PROT is no setting and is ignored. "
+        "Did you mean TURNSTILE_SERVE_PORT?",
+    ]
+    monkeypatch.delenv("TURNSTILE_SERVE_PROT")
+    path = tmp_path / "settings.toml"
+    path.write_text("prot = 1\n")
+    assert main(["serve", "--config", str(path)]) == EXIT_USAGE
+    assert f"no setting prot ({path}). Did you mean port?" in capsys.readouterr().err
+
+
 def test_a_yaml_file_works_at_its_top_level(started: list[Any], tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("max-model-len: 4k\nenable_prefix_caching: false\nserved-model-name: [a, b]\n")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 
 from cyclopts import App
-from cyclopts.exceptions import CycloptsError
+from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
 from turnstile import __version__
 from turnstile.cli import settings
@@ -57,7 +57,8 @@ def main(arguments: Sequence[str]) -> int:
     except CycloptsError as error:
         if debug:
             raise
-        return _complain(f"{error} (turnstile --help)", EXIT_USAGE)
+        text = settings.explain(error) if isinstance(error, UnknownOptionError) else None
+        return _complain(f"{text or error} (turnstile --help)", EXIT_USAGE)
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

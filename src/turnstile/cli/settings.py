@@ -6,8 +6,10 @@ Whatever the source, names may be written with ``_`` or ``-``, sizes as ``1k``, 
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
+import sys
 import tomllib
 import types
 import typing
@@ -17,6 +19,7 @@ from typing import Any
 
 from cyclopts import App, ArgumentCollection
 from cyclopts.config import Dict, Env
+from cyclopts.exceptions import UnknownOptionError
 
 
 class SettingsError(ValueError):
@@ -143,9 +146,46 @@ def _parse_yaml(text: str, path: Path) -> Any:
         raise SettingsError(f"{path} is not valid YAML: {' '.join(str(error).split())}.") from None
 
 
+def warn_of_variables(app: App, commands: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Name the variables that look like settings of this command, and are none, on stderr.
+
+    A warning only: whatever starts a process may put variables of its own into its environment.
+    """
+    prefix = "_".join(["TURNSTILE", *commands, ""]).upper().replace("-", "_")
+    known = {name.replace("-", "_").upper() for name in _names(arguments)}
+    for name in sorted(os.environ):
+        plain = name.removeprefix(prefix)
+        if not name.startswith(prefix) or plain in known:
+            continue
+        meant = _nearest(plain.lower().replace("_", "-"), arguments)
+        hint = f" Did you mean {prefix}{meant.replace('-', '_').upper()}?" if meant else ""
+        print(f"turnstile: {name} is no setting and is ignored.{hint}", file=sys.stderr)
+
+
+def explain(error: UnknownOptionError) -> str | None:
+    """The sentence on a name in a settings file that is unknown; None for errors elsewhere."""
+    source = error.token.source
+    if source in ("cli", "env"):
+        return None
+    name = (error.token.keyword or "").strip("[]")
+    meant = _nearest(name, error.argument_collection)
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"There is no setting {name} ({source}).{hint}"
+
+
+def _names(arguments: ArgumentCollection) -> set[str]:
+    return {name.lstrip("-") for a in arguments for name in a.names if name.startswith("--")}
+
+
+def _nearest(name: str, arguments: ArgumentCollection) -> str | None:
+    if _rename(name) != name:
+        return _rename(name)
+    return next(iter(difflib.get_close_matches(name, sorted(_names(arguments)), 1)), None)
+
+
 def sources(path: Path | None, command: str) -> list[Config]:
     """What fills in the flags that were not given, first come first served."""
-    chain: list[Any] = [Env("TURNSTILE_", command=True)]
+    chain: list[Any] = [warn_of_variables, Env("TURNSTILE_", command=True)]
     if path is not None:
         chain.append(Dict(read_file(path, command), source=str(path), use_commands_as_keys=False))
     return [*chain, sizes]
