@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import pytest
 
+from server.fake_engine import Failure
 from server.served import Serve, events, joined
+from turnstile.text.errors import CANNOT_FOLLOW
 
 
 def test_a_completion_has_text_reason_and_usage(serve: Serve) -> None:
@@ -339,6 +342,31 @@ def test_prompt_logprobs_cover_every_prompt_token(serve: Serve) -> None:
             assert choice["prompt_logprobs"][0] is None
             assert [set(e) for e in choice["prompt_logprobs"][1:]] == [{"71", "72"}, {"72", "73"}]
             assert choice["prompt_logprobs"][1]["71"]["rank"] == 1
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"regex": "ab"}},
+    ],
+)
+def test_a_grammar_the_engine_cannot_follow_is_the_clients_fault(
+    serve: Serve, fields: dict[str, Any], stream: bool
+) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            served.engine.failures[0] = Failure(CANNOT_FOLLOW + "too many expressions")
+            answer = await served.chat(**fields, stream=stream)
+            assert answer.status_code == (200 if stream else 400)
+            lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+            error = next(json.loads(line) for line in lines if '"error"' in line)
+            assert error["error"]["type"] == "invalid_request_error"
+            assert error["error"]["param"] == next(iter(fields))
+            assert "too many expressions" in error["error"]["message"]
 
     asyncio.run(test())
 

@@ -194,16 +194,23 @@ def test_a_compiled_grammar_is_not_changed_by_its_samples(tokenizer: Tokenizer) 
         (request.json_schema(json.loads('{"items":' * 300 + "{}" + "}" * 300)), "recursion"),
         (request.regex("("), "unclosed"),
         (request.lark('start: "a" missing'), "missing"),
+        (request.lark("start: start"), "matches no text"),
+        (request.lark("start: a\na: b\nb: a"), "matches no text"),
+        (request.json_schema({"$ref": "#"}), "matches no text"),
         (request.lark("start: " + "(" * 3000 + '"a"' + ")" * 3000), "nested"),
     ],
 )
 def test_a_bad_grammar_is_refused_with_the_compiler_s_complaint(
-    compiler: GrammarCompiler, grammar: str, complaint: str
+    compiler: GrammarCompiler, tokenizer: Tokenizer, grammar: str, complaint: str
 ) -> None:
-    for attempt in (check_grammar, compiler.start):
+    def start(grammar: str) -> None:
+        compiler.start(grammar).fill_mask(np.zeros(mask_words(tokenizer.vocab_size), np.int32))
+
+    for attempt in (check_grammar, start):
         with pytest.raises(GrammarError, match=complaint) as caught:
             attempt(grammar)
         assert len(str(caught.value)) < 600
+        assert "<" not in str(caught.value)  # llguidance's debug tail
 
 
 def chain(length: int) -> str:

@@ -12,7 +12,7 @@ from turnstile.server.exchange import Exchange
 from turnstile.server.frames import ChatFrames
 from turnstile.server.gate import knock
 from turnstile.server.generation import Answer, Order, make_jobs
-from turnstile.server.grammar import grammar_of
+from turnstile.server.grammar import grammar_field, grammar_of
 from turnstile.server.json_body import decode
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import deadline_of, make_params, priority_of
@@ -53,6 +53,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         deadline=deadline,
         priority=priority,
         cache_salt=request.cache_salt,
+        grammar_field=grammar_field(request),
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head("chatcmpl", model, request)

@@ -118,6 +118,8 @@ class Job:
         Its prompt went through the model.
     prompt_logprobs
         Of prompt tokens 1…, as far as they have arrived.
+    grammar_field
+        The field of the request that asked for the grammar, if one did.
     """
 
     def __init__(
@@ -128,6 +130,7 @@ class Job:
         vocabulary: Vocabulary,
         options: TextOptions,
         first_index: int,
+        grammar_field: str | None = None,
     ) -> None:
         self.generation = generation
         self.prompt = prompt
@@ -142,6 +145,7 @@ class Job:
             for k in range(generation.n)
         ]
         self.unfinished = generation.n
+        self.grammar_field = grammar_field
         self.expired = False
         self._timer: asyncio.TimerHandle | None = None
 

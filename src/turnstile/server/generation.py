@@ -29,6 +29,7 @@ from turnstile.server.sse import DONE, error_frames
 from turnstile.server.trails import RequestTrail
 from turnstile.server.usage import Record
 from turnstile.text.echo import echo_prompt
+from turnstile.text.errors import CANNOT_FOLLOW
 from turnstile.text.output import TextOptions
 from turnstile.text.stop import StopAutomaton
 
@@ -48,6 +49,8 @@ class Order:
     deadline: float | None
     priority: int
     cache_salt: str | None
+    grammar_field: str | None = None
+    """The field that asked for the grammar, for an error the engine finds in it."""
     echo: bool = False
     keep: int | None = None
     """Of each prompt's samples only the likeliest ``keep`` are returned (``best_of``)."""
@@ -112,6 +115,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
                 model.tokenizer.vocabulary,
                 options,
                 first_index=place * (order.keep or params.n),
+                grammar_field=order.grammar_field,
             )
         )
     return jobs
@@ -323,6 +327,8 @@ class Answer:
             job.unfinished -= 1
             if row.error == NOTHING_ALLOWED:
                 raise bad_request(row.error, code="contradictory_constraints")
+            if row.error is not None and row.error.startswith(CANNOT_FOLLOW):
+                raise bad_request(row.error, job.grammar_field)
             raise internal_error(row.error or "The engine could not compute this request.")
         if row.finish == "timeout" and not record.num_output and not row.tokens:
             choice.finish = "timeout"

@@ -37,6 +37,11 @@ async def grammar_of(request: GenerationRequest) -> str | None:
     return grammar
 
 
+def grammar_field(request: GenerationRequest) -> str:
+    """The field that asks for the grammar, to be named in errors."""
+    return "response_format" if request.structured_outputs is None else "structured_outputs"
+
+
 def _refusal(error: GrammarError, param: str) -> ApiError:
     text = str(error)
     return bad_request(text[:1].upper() + text[1:] + ("" if text.endswith(".") else "."), param)

@@ -27,5 +27,11 @@ class TemplateError(TextError):
     """
 
 
+CANNOT_FOLLOW = "The grammar cannot be followed: "
+"""How the message of a :class:`GrammarError` begins that only the real vocabulary brings out: it
+reaches the API process as the text of a row, and is the client's fault there too.
+"""
+
+
 class GrammarError(TextError):
     """A schema, regular expression or grammar cannot be compiled, or is too large."""

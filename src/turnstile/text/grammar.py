@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnstile.text import grammar_checker
-from turnstile.text.errors import GrammarError
+from turnstile.text.errors import CANNOT_FOLLOW, GrammarError
 from turnstile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -207,8 +207,4 @@ class _Words:
 
 def _raise_error(matcher: LLMatcher) -> None:
     if matcher.is_error():
-        # What follows the first line is the parser's internal state.
-        complaint = str(matcher.get_error()).split("\n<state>")[0]
-        raise GrammarError(
-            f"the grammar cannot be followed: {complaint[: grammar_checker.MAX_ERROR_CHARS]}"
-        )
+        raise GrammarError(CANNOT_FOLLOW + grammar_checker.complaint_of(str(matcher.get_error())))

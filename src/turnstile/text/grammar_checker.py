@@ -34,14 +34,29 @@ def parser_limits() -> Any:
     )
 
 
+def complaint_of(message: str) -> str:
+    """What the compiler says, for the client: without its name for it and its internal state."""
+    said = message.split("\n<", 1)[0].strip()
+    if said == "NoExtensionBias":
+        said = "it matches no text at all"
+    return said[:MAX_ERROR_CHARS]
+
+
 def _compile(grammar: str) -> str | None:
-    """Compile without a tokenizer: syntax, references and the lexer do not need one."""
-    from llguidance import LLMatcher
+    """Compile for a vocabulary of single bytes and ask what may come first: syntax, references
+    and the lexer need no more, and a grammar that matches nothing shows in the first mask.
+    """
+    from llguidance import LLMatcher, LLTokenizer
 
     failed, messages = LLMatcher.validate_grammar_with_warnings(
         grammar, None, limits=parser_limits()
     )
-    return messages[0][:MAX_ERROR_CHARS] if failed else None
+    if failed:
+        return complaint_of(messages[0])
+    matcher = LLMatcher(LLTokenizer("byte"), grammar, log_level=0, limits=parser_limits())
+    if not matcher.is_error():
+        matcher.compute_bitmask()
+    return complaint_of(str(matcher.get_error())) if matcher.is_error() else None
 
 
 def main() -> None:
