@@ -30,6 +30,7 @@ def test_a_turn_costs_what_its_pass_costs_and_what_is_around_it() -> None:
         loop.step()
     last = said[-1].snapshot
     assert last.cost.samples == last.turn.samples == CostModel.WARM * 3
+    assert last.cost.largest_batch == last.turn.largest_batch == 1
     # One reading to the next is the pass; a turn is all the readings from commit to commit.
     assert round(last.cost.alpha + last.cost.beta + last.cost.delta, 1) == 1.0
     readings = (said[-2].snapshot.time - said[-12].snapshot.time) / 10

@@ -14,6 +14,7 @@ from turnstile.simulate.calibrate import (
     Calibration,
     CalibrationError,
     ask_server,
+    learn,
     parse_costs,
     read_calibration,
 )
@@ -136,6 +137,19 @@ def test_the_command_prints_a_line_for_each_point_and_says_what_is_an_estimate(
     assert points[0]["cost_per_million_tokens"]["output"] == pytest.approx(
         1000.0 / figures["output_throughput"]
     )
+
+
+@pytest.mark.parametrize(("users", "warned"), [(4, False), (9, True)])
+def test_batches_beyond_what_was_measured_are_warned_of(
+    users: int, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    told = {"engine": {"num_pages": 900, "page_size": 16, "model": "m"}}
+    learn("here", EXPOSED + "turnstile_cost_largest_batch 4.0\n", told).write(path)
+    assert main(f"simulate --from {path} --users {users} --requests 40".split()) == 0
+    said = capsys.readouterr()
+    assert "fitted to 321 steps of up to 4 sequences" in said.out
+    assert ("up to 9 sequences were in a step" in said.err) == warned
 
 
 def test_the_gate_can_be_bounded_from_the_command_line(

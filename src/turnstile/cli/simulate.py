@@ -61,7 +61,7 @@ def simulate(
     from turnstile.bench.metrics import parse_limits
     from turnstile.simulate.figures import Limits
     from turnstile.simulate.options import Loads, OptionsError, assemble
-    from turnstile.simulate.report import point, table
+    from turnstile.simulate.report import beyond_measured, point, table
     from turnstile.simulate.run import simulate as run
 
     machine, load = machine or MachineOptions(), load or LoadOptions()
@@ -82,6 +82,9 @@ def simulate(
                 figures = run(plant, requests, limits, _progress)
                 points.append(point(name, plant, figures, price))
     print(table(points))
+    warning = beyond_measured(points, plants[0].setup.measured_batch)
+    if warning is not None:
+        _tell(warning)
     if output is not None:
         content = {
             "format": FORMAT,

@@ -68,6 +68,8 @@ class CostModel:
 
     def __init__(self) -> None:
         self.samples = 0
+        self.largest_batch = 0
+        """Sequences of the largest step seen: what more cost is extrapolated."""
         self._gram = np.zeros((4, 4))
         self._moment = np.zeros(4)
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
@@ -89,6 +91,7 @@ class CostModel:
         self._gram = self._gram * self._decay + np.outer(features, features)
         self._moment = self._moment * self._decay + features
         self.samples += 1
+        self.largest_batch = max(self.largest_batch, cost.batch)
 
     @property
     def coefficients(self) -> Coefficients:

@@ -320,4 +320,4 @@ class StepLoop:
 
 def _fitted(model: StepCostModel) -> CostModel:
     fit = model.coefficients
-    return CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples)
+    return CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch)

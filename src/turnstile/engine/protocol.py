@@ -115,7 +115,8 @@ class Row(msgspec.Struct, array_like=True):
 class CostModel(msgspec.Struct, array_like=True, frozen=True):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
-    ``samples`` counts the steps it was fitted to; 0 means cold.
+    ``samples`` counts the steps it was fitted to; 0 means cold. ``largest_batch`` is the most
+    sequences one of them had.
     """
 
     alpha: float = 0.0
@@ -123,6 +124,7 @@ class CostModel(msgspec.Struct, array_like=True, frozen=True):
     gamma: float = 0.0
     delta: float = 0.0
     samples: int = 0
+    largest_batch: int = 0
 
 
 class Snapshot(msgspec.Struct, array_like=True):

@@ -236,6 +236,9 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_cost("turn"), label="per", values=_COSTS),
         Series(kind="gauge", name="cost_samples", help="Steps the fit of turns was made from.",
                read=lambda metrics: metrics.snapshot.turn.samples),
+        Series(kind="gauge", name="cost_largest_batch",
+               help="Most sequences in one of those steps; what larger ones cost is extrapolated.",
+               read=lambda metrics: metrics.snapshot.turn.largest_batch),
     ),
     "The gate": (
         Series(kind="counter", name="rejections", help="Requests the gate refused, by reason.",

@@ -103,7 +103,9 @@ def fit_result(
         return distance(simulate(Plant(calibrated(apply(parameters))), load), measured)
 
     best, least = descend(loss, _guess(load, measured), factor=2.0, rounds=rounds)
-    return replace(apply(best), samples=0), math.sqrt(least)
+    known = apply(best)
+    peak = simulate(Plant(calibrated(known)), load)["machine"]["peak_batch"]
+    return replace(known, largest_batch=peak), math.sqrt(least)
 
 
 def _guess(load: Load, measured: Mapping[str, Any]) -> Parameters:

@@ -37,7 +37,9 @@ class Calibration:
     coefficients
         Of whole turns of the step loop.
     samples
-        Steps they were fitted to.
+        Steps they were fitted to; 0 where it was not to steps.
+    largest_batch
+        Most sequences in one of them; 0 where nobody has said.
     engine
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
@@ -48,9 +50,19 @@ class Calibration:
     source: str
     coefficients: Coefficients
     samples: int = 0
+    largest_batch: int = 0
     spread: float = 0.0
     front: Front = field(default_factory=Front)
     engine: dict[str, Any]
+
+    def describe(self) -> str:
+        """Where it comes from, and how far what was measured reaches, in a line."""
+        text = f"calibrated from {self.source}"
+        if self.samples:
+            text += f"; fitted to {self.samples} steps"
+        if self.largest_batch:
+            text += f"{' of' if self.samples else '; with'} up to {self.largest_batch} sequences"
+        return text
 
     def write(self, path: Path) -> None:
         """Keep it for :func:`read_calibration`."""
@@ -74,6 +86,7 @@ def calibrated(known: Calibration, seed: int = 0) -> Setup:
         timing = ScatteredTiming(timing, known.spread, seed)
     return Setup(
         timing=timing,
+        measured_batch=known.largest_batch or None,
         num_pages=int(engine["num_pages"]),
         page_size=int(engine["page_size"]),
         admission=engine.get("admission") or "expected",
@@ -130,7 +143,10 @@ def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
     door = told.get("server") or {}
     kept |= {name: door[name] for name in GATE_SETTINGS if name in door}
     source = f"{engine.get('model')} at {base}"
-    return Calibration(source=source, coefficients=coefficients, samples=samples, engine=kept)
+    return Calibration(
+        source=source, coefficients=coefficients, samples=samples, engine=kept,
+        largest_batch=_gauge(metrics, "turnstile_cost_largest_batch"),
+    )  # fmt: skip
 
 
 def parse_costs(metrics: str) -> tuple[Coefficients, int]:
@@ -149,12 +165,17 @@ def parse_costs(metrics: str) -> tuple[Coefficients, int]:
         if line is None:
             raise CalibrationError("The metrics have no turnstile_turn_cost_seconds.")
         values[name] = float(line.group(1))
-    samples = re.search(r"^turnstile_cost_samples (\S+)$", metrics, re.MULTILINE)
-    count = int(float(samples.group(1))) if samples else 0
+    count = _gauge(metrics, "turnstile_cost_samples")
     try:
         return (finite(Coefficients(**values)) if count else Coefficients(**values)), count
     except ValueError as error:
         raise CalibrationError(str(error)) from None
+
+
+def _gauge(metrics: str, name: str) -> int:
+    """A gauge without labels; 0 where there is none."""
+    found = re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)
+    return int(float(found.group(1))) if found else 0
 
 
 def read_calibration(path: Path) -> Calibration:

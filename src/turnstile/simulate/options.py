@@ -142,7 +142,7 @@ def assemble(
         known = _calibration(options, api_key)
         if save is not None:
             known.write(save)
-        setup, about = calibrated(known), f"calibrated from {known.source}"
+        setup, about = calibrated(known), known.describe()
     return list(_combinations(_adjusted(setup, options), options)), about
 
 

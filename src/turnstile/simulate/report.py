@@ -105,6 +105,18 @@ def _ms(value: float | None) -> str:
     return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
 
 
+def beyond_measured(points: Seq[Point], measured: int | None) -> str | None:
+    """A warning where larger batches were simulated than the timing was fitted to, else None."""
+    largest = max((p["figures"]["machine"]["peak_batch"] for p in points), default=0)
+    if measured is None or largest <= measured:
+        return None
+    return (
+        f"warning: up to {largest} sequences were in a step, and what was measured had at most "
+        f"{measured}: beyond that the times are extrapolated. Measure at that load first: "
+        f"turnstile bench serve --max-concurrency {largest}."
+    )
+
+
 def describe_capacity(kind: str, found: Capacity, limits: Limits) -> str:
     """The capacity in a sentence."""
     promised = ", ".join(f"{name} {value:g} ms" for name, value in limits.milliseconds.items())

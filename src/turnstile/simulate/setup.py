@@ -42,6 +42,8 @@ class Setup:
     """A machine: how long its steps take, its page pool, and the policies that run it."""
 
     timing: StepTiming
+    measured_batch: int | None = None
+    """Most sequences in a step that the timing was fitted to; None where nobody has said."""
     num_pages: int
     page_size: int = 16
     admission: str = "expected"
