@@ -38,7 +38,9 @@ async def completions(service: Service, exchange: Exchange) -> None:
         params.n, params.logprobs = request.best_of or params.n, params.logprobs or 0
     deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
     order = Order(
-        prompts=await completion_prompts(request, model),
+        prompts=await completion_prompts(
+            request, model, n=params.n, max_choices=config.max_choices
+        ),
         params=params,
         default_max_tokens=config.default_max_tokens,
         deadline=deadline,

@@ -23,7 +23,7 @@ from turnstile.server.frames import Frames
 from turnstile.server.gate import enter, make_work, rate_limits
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import final_max_tokens
-from turnstile.server.prompts import TokenizedPrompt
+from turnstile.server.prompts import TokenizedPrompt, check_choices
 from turnstile.server.service import Service
 from turnstile.server.sse import DONE, error_frames
 from turnstile.server.trails import RequestTrail
@@ -59,12 +59,7 @@ class Order:
 def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exchange) -> list[Job]:
     """One job a prompt. Everything that could be refused is refused here, before any is queued."""
     params = order.params
-    if len(order.prompts) * params.n > service.config.max_choices:
-        raise bad_request(
-            f"{len(order.prompts)} prompts × n={params.n} are more than "
-            f"{service.config.max_choices} choices; split the request.",
-            "n",
-        )
+    check_choices(len(order.prompts), params.n, service.config.max_choices)
     client_stop_ids = params.stop_token_ids
     if not params.ignore_eos:
         own = model.tokenizer.stop_ids.union(model.defaults.eos_ids)

@@ -28,14 +28,22 @@ _WORDS = {
     "null": "null",
 }
 _UNKNOWN_SHOWN = 20
+MAX_CONTAINERS = 1 << 17
+"""Most arrays and objects in a body. Building millions holds up everybody: it cannot be done in
+a thread, because the decoder keeps the interpreter's lock."""
+_QUOTE = ord('"')
+# A string need not end: looking for the end again from each quote would be quadratic.
+_STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
     """Parse ``body`` as a ``kind``.
 
     Unknown fields are ignored, with a debug line that names them. Raises :class:`ApiError` 400:
-    ``invalid_json`` for what is no JSON, else with ``param`` set to the field at fault.
+    ``invalid_json`` for what is no JSON, else with ``param`` set to the field at fault. A body of
+    more than ``MAX_CONTAINERS`` arrays and objects is refused before it is parsed.
     """
+    _check_containers(body)
     try:
         request: T = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -49,6 +57,20 @@ def decode(body: bytes, kind: type[T]) -> T:
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown(body, kind)
     return request
+
+
+def _check_containers(body: bytes) -> None:
+    """Raise :class:`ApiError` 400 for too many arrays and objects. Brackets in texts are none."""
+    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+        return
+    containers = 0
+    for seen, match in enumerate(_STRING_OR_CONTAINER.finditer(body), start=1):
+        containers += body[match.start()] != _QUOTE
+        # Strings are counted with them, four to one, so that this loop ends as well.
+        if containers > MAX_CONTAINERS or seen > 4 * MAX_CONTAINERS:
+            raise bad_request(
+                f"The body holds more than {MAX_CONTAINERS} arrays and objects; split the request."
+            )
 
 
 @functools.cache

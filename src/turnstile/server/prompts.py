@@ -35,14 +35,25 @@ async def off_loop(chars: int, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(_threads, work)
 
 
+def check_choices(num_prompts: int, n: int, most: int) -> None:
+    """Raise :class:`ApiError` 400 for more choices than ``most``: ``n`` for each prompt."""
+    if num_prompts * n > most:
+        raise bad_request(
+            f"{num_prompts} prompts × n={n} are more than {most} choices; split the request.", "n"
+        )
+
+
 async def completion_prompts(
-    request: CompletionRequest, model: ServedModel
+    request: CompletionRequest, model: ServedModel, *, n: int, max_choices: int
 ) -> list[TokenizedPrompt]:
     """Tokenize and check every prompt of a completion, all or none.
 
-    Raises :class:`ApiError` 400 that says which prompt is wrong, and how.
+    ``n`` choices are made for each; there may be ``max_choices`` in all. Raises
+    :class:`ApiError` 400 that says which prompt is wrong, and how.
     """
     prompts = _as_list(request.prompt)
+    # Before anything looks at the prompts: a body can hold millions of tiny ones.
+    check_choices(len(prompts), n, max_choices)
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     if request.truncate_prompt_tokens is None:
         for text in texts:
@@ -78,9 +89,10 @@ def _as_list(prompt: Prompt | None) -> Sequence[str | list[int]]:
         return [prompt]
     if not prompt:
         raise bad_request("prompt is empty; send at least one token.", "prompt")
-    if all(isinstance(item, int) for item in prompt):
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
         return [prompt]  # type: ignore[list-item]
-    if any(isinstance(item, int) for item in prompt):
+    if int in kinds:
         raise bad_request("prompt mixes token ids with prompts; send one or the other.", "prompt")
     return prompt  # type: ignore[return-value]
 

@@ -1,0 +1,85 @@
+"""A body as large as is taken must not hold up the others: what is hopeless is refused before
+anybody looks into it, and what is long is done in a thread.
+
+No times are measured here: what must not be called is replaced by what fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from server.served import Serve, Served
+from turnstile.server.errors import ApiError
+from turnstile.server.json_body import MAX_CONTAINERS, decode
+from turnstile.server.schemas import CompletionRequest, DetokenizeRequest
+
+
+def never(*_: Any, **__: Any) -> Any:
+    raise AssertionError("this should not have been called")
+
+
+async def refused(served: Served, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    answer = await served.post(path, **body)
+    assert answer.status_code == 400, answer.text
+    assert not served.engine.streams
+    error: dict[str, Any] = answer.json()["error"]
+    return error
+
+
+@pytest.mark.parametrize("prompt", [["a"] * 1025, [[70]] * 1025, ["a", [70]] * 513])
+def test_too_many_prompts_are_refused_before_any_is_tokenized(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, prompt: Any
+) -> None:
+    async def scenario() -> None:
+        async with serve() as served:
+            monkeypatch.setattr(type(served.tokenizer), "encode_batch", never)
+            monkeypatch.setattr("turnstile.server.prompts.check_ids", never)
+            error = await refused(served, "/v1/completions", {"prompt": prompt})
+            assert error["param"] == "n"
+            assert f"{len(prompt)} prompts" in error["message"]
+            assert "1024 choices" in error["message"]
+            halves = {"prompt": prompt[:513], "n": 1, "best_of": 2}
+            assert (await refused(served, "/v1/completions", halves))["param"] == "n"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "stop_token_ids", "logit_bias"])
+def test_more_token_ids_than_there_are_is_refused(serve: Serve, field: str) -> None:
+    async def scenario() -> None:
+        async with serve() as served:
+            # Not even ids: nobody has looked at them.
+            many = {f"x{i}": 1 for i in range(321)} if field == "logit_bias" else [10**6] * 321
+            error = await refused(served, "/v1/completions", {"prompt": "a", field: many})
+            assert error["param"] == field
+            assert "321 entries; at most 320" in error["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("tail", ["[5]," * MAX_CONTAINERS, "{}," * MAX_CONTAINERS])
+def test_millions_of_lists_are_refused_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, tail: str
+) -> None:
+    monkeypatch.setattr("turnstile.server.json_body._decoder", never)
+    body = '{"prompt": "\\"[", "x": [' + tail + "0]}"
+    with pytest.raises(ApiError, match=f"more than {MAX_CONTAINERS} arrays and objects") as caught:
+        decode(body.encode(), CompletionRequest)
+    assert caught.value.status == 400
+
+
+def test_brackets_inside_texts_are_texts() -> None:
+    text = '[{\\"' * MAX_CONTAINERS
+    request = decode(json.dumps({"prompt": [text, text]}).encode(), CompletionRequest)
+    assert request.prompt == [text, text]
+
+
+def test_a_string_that_does_not_end_is_no_json() -> None:
+    junk = '{"a": "[' + '\\"[' * MAX_CONTAINERS
+    with pytest.raises(ApiError) as caught:
+        decode(junk.encode(), DetokenizeRequest)
+    assert caught.value.code == "invalid_json"
