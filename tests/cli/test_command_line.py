@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -289,3 +290,12 @@ def test_help_can_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--prefix-sharing" in said
     assert "--port" not in said
     assert main(["serve", "--help=xyzzy"]) == EXIT_USAGE
+
+
+def test_no_advice_installs_the_foreign_package_of_our_name() -> None:
+    """The public index has another project called turnstile: only the source tree is ours."""
+    wrong = re.compile(r"""pip install[^\n]*\s['"]?turnstile""")
+    texts = [*(ROOT / "src").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
+    found = [path.name for path in texts if wrong.search(path.read_text("utf-8"))]
+    assert len(texts) > 100
+    assert found == []
