@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from server.served import Serve, Served
 from turnstile.server.errors import ApiError
 from turnstile.server.json_body import MAX_CONTAINERS, decode
 from turnstile.server.schemas import CompletionRequest, DetokenizeRequest
+from turnstile.text.chat import ChatEncoder, ChatInput, ChatPrompt
+from turnstile.text.messages import MAX_ARGUMENTS_CHARS
 
 
 def never(*_: Any, **__: Any) -> Any:
@@ -83,3 +86,86 @@ def test_a_string_that_does_not_end_is_no_json() -> None:
     with pytest.raises(ApiError) as caught:
         decode(junk.encode(), DetokenizeRequest)
     assert caught.value.code == "invalid_json"
+
+
+# Twice the context of 2048 tokens, were each of the longest token there is.
+HOPELESS = "x" * 400_000
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        HOPELESS,
+        [HOPELESS],
+        [{"type": "text", "text": HOPELESS}],
+        [{"type": "refusal", "refusal": HOPELESS}],
+        ["x" * 1000] * 400,
+    ],
+    ids=["string", "string part", "text part", "refusal", "many parts"],
+)
+def test_a_hopeless_conversation_is_not_even_rendered(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, content: Any
+) -> None:
+    async def scenario() -> None:
+        async with serve(max_model_len=2048) as served:
+            monkeypatch.setattr("turnstile.text.chat.ChatEncoder.encode", never)
+            body = {"messages": [{"role": "user", "content": content}]}
+            error = await refused(served, "/v1/chat/completions", body)
+            assert error["code"] == "context_length_exceeded"
+            assert error["n_ctx"] == 2048
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions/render", "/tokenize"])
+@pytest.mark.parametrize("size", [10, 20_000])
+def test_what_is_long_anywhere_in_the_body_is_rendered_in_a_thread(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, size: int
+) -> None:
+    threads = []
+    encode = ChatEncoder.encode
+
+    def noted(self: ChatEncoder, chat: ChatInput) -> ChatPrompt:
+        threads.append(threading.current_thread())
+        return encode(self, chat)
+
+    async def scenario() -> None:
+        async with serve() as served:
+            monkeypatch.setattr(ChatEncoder, "encode", noted)
+            call = {"function": {"name": "f", "arguments": '{"a": "' + "b" * size + '"}'}}
+            said = {"role": "assistant", "content": "hi", "tool_calls": [call]}
+            answer = await served.post(path, messages=[said])
+            assert answer.status_code == 200, answer.text
+            assert (threads[0] is threading.main_thread()) == (size == 10)
+
+    asyncio.run(scenario())
+
+
+def test_arguments_too_long_to_parse_are_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serve() as served:
+            monkeypatch.setattr("turnstile.text.messages.parse_arguments", never)
+            arguments = "[" + "1," * MAX_ARGUMENTS_CHARS + "1]"
+            call = {"function": {"name": "f", "arguments": arguments}}
+            said = {"role": "assistant", "content": "hi", "tool_calls": [call]}
+            error = await refused(served, "/v1/chat/completions", {"messages": [said]})
+            assert error["param"] == "messages.0.tool_calls.0.function.arguments"
+            assert str(MAX_ARGUMENTS_CHARS) in error["message"]
+
+    asyncio.run(scenario())
+
+
+def test_more_ids_than_are_detokenized_are_refused(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serve() as served:
+            monkeypatch.setattr("turnstile.server.tokenize._MOST_IDS", 3)
+            monkeypatch.setattr("turnstile.server.tokenize.check_ids", never)
+            error = await refused(served, "/detokenize", {"tokens": [70] * 4})
+            assert error["param"] == "tokens"
+            assert "4 ids; at most 3" in error["message"]
+
+    asyncio.run(scenario())

@@ -23,15 +23,13 @@ from turnstile.server.usage import Record
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
 
-_COST_OF_A_MESSAGE = 64
-"""Characters a message counts for beside its content, when judging whether rendering is long."""
-
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation."""
     model, gate = service.require_model()
     config = service.config
-    request = decode(await exchange.json_body(service.bodies), ChatRequest)
+    body = await exchange.json_body(service.bodies)
+    request = decode(body, ChatRequest)
     exchange.watch()
     model.check_name(request.model)
     params = make_params(request, model, config)
@@ -45,7 +43,9 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         echo=False,
         default_interval=config.stream_interval,
     )
-    rendered = await render_chat(request, model, trust=config.trust_request_chat_template)
+    rendered = await render_chat(
+        request, model, len(body), trust=config.trust_request_chat_template
+    )
     order = Order(
         prompts=[TokenizedPrompt(rendered.token_ids)],
         params=params,
@@ -65,9 +65,12 @@ async def render(service: Service, exchange: Exchange) -> None:
     """Show the text and the ids a conversation becomes, without running it."""
     model, _ = service.require_model()
     config = service.config
-    request = decode(await exchange.json_body(service.bodies), ChatRequest)
+    body = await exchange.json_body(service.bodies)
+    request = decode(body, ChatRequest)
     model.check_name(request.model)
-    rendered = await render_chat(request, model, trust=config.trust_request_chat_template)
+    rendered = await render_chat(
+        request, model, len(body), trust=config.trust_request_chat_template
+    )
     await exchange.respond_json(
         {
             "prompt": rendered.text,
@@ -78,15 +81,17 @@ async def render(service: Service, exchange: Exchange) -> None:
     )
 
 
-async def render_chat(request: ChatRequest, model: ServedModel, *, trust: bool) -> ChatPrompt:
-    """Text and ids of a conversation.
+async def render_chat(
+    request: ChatRequest, model: ServedModel, size: int, *, trust: bool
+) -> ChatPrompt:
+    """Text and ids of a conversation that came in a body of ``size`` bytes.
 
     Raises :class:`ApiError` 400 with the template's own complaint where it has one, and for
     what this server cannot do for a chat.
     """
     _refuse_unsupported(request, trust=trust)
-    chars = _characters(request.messages)
     if request.truncate_prompt_tokens is None:
+        chars = await off_loop(size, lambda: _characters(request.messages))
         refuse_hopeless(chars, model)
     continues = bool(request.continue_final_message)
     chat = ChatInput(
@@ -97,15 +102,18 @@ async def render_chat(request: ChatRequest, model: ServedModel, *, trust: bool) 
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )
-    prompt = await encode_chat(chat, model, work_of(request.messages))
+    prompt = await encode_chat(chat, model, size)
     ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, model)
     return ChatPrompt(prompt.text, ids)
 
 
-async def encode_chat(chat: ChatInput, model: ServedModel, work: int) -> ChatPrompt:
-    """Render and tokenize, in a thread where ``work`` characters make it long."""
+async def encode_chat(chat: ChatInput, model: ServedModel, size: int) -> ChatPrompt:
+    """Render and tokenize, in a thread where a body of ``size`` bytes makes it long.
+
+    The whole body counts: a template may render any of it, and all of it is looked through.
+    """
     try:
-        prompt = await off_loop(work, lambda: model.chat.encode(chat))
+        prompt = await off_loop(size, lambda: model.chat.encode(chat))
     except MessageError as error:
         param = re.sub(r"\[(\w+)\]", r".\1", error.param) if error.param else None
         raise bad_request(_sentence(error), param) from None
@@ -124,21 +132,16 @@ def _sentence(error: Exception) -> str:
 
 
 def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of the texts in messages: fewer than the bytes the tokenizer will see."""
+    """Characters of the contents of messages: no more than the bytes the tokenizer will see."""
     total = 0
     for message in messages:
         content = message.get("content")
-        if isinstance(content, str):
-            total += len(content)
-        elif isinstance(content, list):
-            texts = (part.get("text") for part in content if isinstance(part, dict))
-            total += sum(len(text) for text in texts if isinstance(text, str))
+        for part in content if isinstance(content, list) else (content,):
+            if isinstance(part, dict):
+                part = part.get("refusal" if part.get("type") == "refusal" else "text")
+            if isinstance(part, str):
+                total += len(part)
     return total
-
-
-def work_of(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How long rendering takes, in characters of plain text."""
-    return _characters(messages) + _COST_OF_A_MESSAGE * len(messages)
 
 
 def _refuse_unsupported(request: ChatRequest, *, trust: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from turnstile.server.chat import encode_chat, work_of
+from turnstile.server.chat import encode_chat
 from turnstile.server.errors import bad_request
 from turnstile.server.exchange import Exchange
 from turnstile.server.json_body import decode
@@ -11,11 +11,15 @@ from turnstile.server.schemas import DetokenizeRequest, TokenizeRequest
 from turnstile.server.service import Service
 from turnstile.text.chat import ChatInput
 
+_MOST_IDS = 1 << 20
+"""Most ids that ``/detokenize`` takes: handing them over keeps the interpreter's lock."""
+
 
 async def tokenize(service: Service, exchange: Exchange) -> None:
     """Token ids of a text or a conversation."""
     model, _ = service.require_model()
-    request = decode(await exchange.json_body(service.bodies), TokenizeRequest)
+    body = await exchange.json_body(service.bodies)
+    request = decode(body, TokenizeRequest)
     model.check_name(request.model)
     tokenizer = model.tokenizer
     if (request.prompt is None) == (request.messages is None):
@@ -34,8 +38,10 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
             continue_final_message=continues,
             variables=request.chat_template_kwargs or {},
         )
-        ids = (await encode_chat(chat, model, work_of(chat.messages))).token_ids
-    strings = [tokenizer.token_string(i) for i in ids] if request.return_token_strs else None
+        ids = (await encode_chat(chat, model, len(body))).token_ids
+    strings = None
+    if request.return_token_strs:
+        strings = await off_loop(len(ids), lambda: [tokenizer.token_string(i) for i in ids])
     await exchange.respond_json(
         {
             "count": len(ids),
@@ -51,6 +57,10 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     model, _ = service.require_model()
     request = decode(await exchange.json_body(service.bodies), DetokenizeRequest)
     model.check_name(request.model)
+    if len(request.tokens) > _MOST_IDS:
+        raise bad_request(
+            f"tokens has {len(request.tokens)} ids; at most {_MOST_IDS} are taken.", "tokens"
+        )
     check_ids(request.tokens, model.vocab_size, "tokens")
     text = await off_loop(len(request.tokens), lambda: model.tokenizer.decode(request.tokens))
     await exchange.respond_json({"prompt": text})

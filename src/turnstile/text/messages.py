@@ -10,6 +10,8 @@ from turnstile.text.errors import MessageError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+MAX_ARGUMENTS_CHARS = 128 << 10
+"""Longest arguments of a tool call: they are parsed, and in one go."""
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 Message = dict[str, Any]
@@ -97,7 +99,13 @@ def _tool_call(call: object, where: str) -> dict[str, Any]:
         raise MessageError(f"{where}.function must be an object", where)
     if not isinstance(function.get("name"), str):
         raise MessageError(f"{where}.function.name must be a string", where)
-    arguments = parse_arguments(function.get("arguments"))
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) and len(arguments) > MAX_ARGUMENTS_CHARS:
+        name = f"{where}.function.arguments"
+        raise MessageError(
+            f"{name} has {len(arguments)} characters; at most {MAX_ARGUMENTS_CHARS} may be", name
+        )
+    arguments = parse_arguments(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 
