@@ -9,6 +9,7 @@ import pytest
 
 from server.served import Serve, events
 from turnstile.engine.client import EngineState
+from turnstile.server.app import ROUTES
 from turnstile.server.config import ConfigError, ServerConfig
 
 PREFLIGHT = {
@@ -127,6 +128,8 @@ def test_preflights_of_allowed_origins_pass_without_a_key(serve: Serve) -> None:
             assert answer.status_code == 204
             assert answer.headers["access-control-allow-origin"] == "https://good.example"
             assert "authorization" in answer.headers["access-control-allow-headers"]
+            methods = answer.headers["access-control-allow-methods"].split(", ")
+            assert {method for method, _, _ in ROUTES} <= set(methods)
             assert "access-control-allow-credentials" not in answer.headers
             bad = {"origin": "https://bad.example"}
             answer = await served.client.options(path, headers=bad | PREFLIGHT)

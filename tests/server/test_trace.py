@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import stat
 import time
 from collections import Counter
@@ -185,5 +186,9 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
 def test_a_trace_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Cannot write the trace"):
         Trace(str(tmp_path / "no" / "such" / "folder"), 2**20)
+    os.mkfifo(tmp_path / "pipe")
+    for other in (tmp_path / "pipe", tmp_path, "/dev/null"):
+        with pytest.raises(ConfigError, match="no regular file"):
+            Trace(str(other), 2**20)
     with pytest.raises(ConfigError, match="trace-max-bytes"):
         ServerConfig(trace_max_bytes=10).check()

@@ -16,7 +16,7 @@ from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine import faults
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.loop import StepLoop
-from turnstile.engine.machine import available_memory, compute_threads, cpu_flags
+from turnstile.engine.machine import available_memory, compute_threads, cpu_flags, total_memory
 from turnstile.engine.protocol import EngineInfo, StepResult
 
 if TYPE_CHECKING:
@@ -204,11 +204,14 @@ def pool_pages(config: EngineConfig, page_bytes: int, max_positions: int, device
     Raises
     ------
     EngineConfigError
-        The memory does not hold a single page.
+        The memory does not hold a single page, or not the pages that were asked for.
     """
     if config.num_pages is not None:
+        _check_room("--num-pages", config.num_pages, config.num_pages * page_bytes, device)
         return config.num_pages
     if config.kv_cache_memory_bytes is not None:
+        asked = config.kv_cache_memory_bytes
+        _check_room("--kv-cache-memory-bytes", asked, asked, device)
         pages = config.kv_cache_memory_bytes // page_bytes
     elif device.startswith("cuda"):
         import torch
@@ -225,6 +228,21 @@ def pool_pages(config: EngineConfig, page_bytes: int, max_positions: int, device
             "--kv-cache-memory-bytes or --num-pages."
         )
     return pages
+
+
+def _check_room(flag: str, value: int, wanted: int, device: str) -> None:
+    """Refuse a pool larger than all memory. Less than that may still be free when it is used."""
+    if device.startswith("cuda"):
+        import torch
+
+        total = torch.cuda.mem_get_info()[1]
+    else:
+        total = total_memory()
+    if wanted > total:
+        raise EngineConfigError(
+            f"{flag} {value} would take {wanted / 2**30:,.1f} GiB for the KV cache, and all the "
+            f"memory there is for it is {total / 2**30:,.1f} GiB."
+        )
 
 
 def _max_model_len(config: EngineConfig, max_positions: int, num_pages: int) -> int:

@@ -91,6 +91,14 @@ def available_memory(root: Path = CGROUP, proc: Path = PROC) -> int:
     return max(0, min(room))
 
 
+def total_memory(root: Path = CGROUP, proc: Path = PROC) -> int:
+    """Bytes of memory we could have at the very most: the machine's, or a group's limit."""
+    import psutil
+
+    total = int(psutil.virtual_memory().total)
+    return min(total, memory_limit(root, proc) or total)
+
+
 def _memory_bounds(root: Path, proc: Path) -> Iterator[tuple[int, int]]:
     """``(limit, used)`` of every group that bounds us. File pages that the kernel can drop when
     somebody needs the room are not used: else a model read once would count twice.

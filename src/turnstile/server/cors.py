@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from turnstile.server.errors import Headers
 
-_ALLOWED_METHODS = b"GET, POST, OPTIONS"
+_ALLOWED_METHODS = b"GET, POST, DELETE, OPTIONS"
 _DEFAULT_HEADERS = b"authorization, content-type, x-api-key, x-request-id"
 _EXPOSED = b"x-request-id, retry-after, retry-after-ms, openai-processing-ms"
 _MAX_AGE = b"600"

@@ -9,6 +9,7 @@ up with is dropped and counted, never hoarded.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -56,7 +57,11 @@ class TraceFile:
         self._open()
 
     def _open(self) -> None:
-        self._file = os.open(self.path, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
+        # A pipe would block here until somebody reads it, and nothing but a file is turned over.
+        if self.path.exists() and not self.path.is_file():
+            raise OSError(errno.EINVAL, "it is no regular file")
+        flags = os.O_CREAT | os.O_TRUNC | os.O_WRONLY | os.O_NONBLOCK
+        self._file = os.open(self.path, flags, 0o600)
         self._end = 0
         self._put(b"[\n" + b",\n".join(self._head))
 
