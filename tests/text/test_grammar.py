@@ -273,6 +273,33 @@ def test_a_malformed_request_is_refused_in_words(make: Any, complaint: str) -> N
         make()
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"json": {"enum": [[]] * 200_000}},
+        {"json": {"enum": ["x" * 200_000]}},
+        {"json": {"properties": {"x" * 200_000: {}}}},
+        {"json": {"allOf": [{"enum": ["abcdefgh"] * 100}] * 1000}},
+        {"json": '{"enum": [' + "1," * 100_000 + "1]}"},
+        {"regex": "a" * 200_000},
+        {"choice": ["x" * 1000] * 200},
+        {"grammar": "::= " * 50_000},
+        {"grammar": " " * 200_000},
+    ],
+    ids=lambda spec: str(spec)[:30],
+)
+def test_what_is_too_long_is_refused_before_any_of_it_is_worked_on(
+    monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any]
+) -> None:
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("this should not have been called")
+
+    for name in ("json.dumps", "json.loads", "_lark_regex", "_lark_string"):
+        monkeypatch.setattr(f"turnstile.text.grammar_request.{name}", never)
+    with pytest.raises(GrammarError, match=f"longer than {request.MAX_GRAMMAR_CHARS} characters"):
+        request.grammar_of_structured_outputs(spec)
+
+
 def test_requests_come_down_to_the_same_grammars() -> None:
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
     assert request.grammar_of_response_format(wrapped) == request.json_schema(SCHEMA)

@@ -49,7 +49,7 @@ def make_params(
         allowed_token_ids=request.allowed_token_ids,
         seed=request.seed,
         stop=_stop_strings(request.stop, config.max_stop_strings),
-        stop_token_ids=list(request.stop_token_ids or ()),
+        stop_token_ids=request.stop_token_ids or [],
         include_stop_str_in_output=bool(request.include_stop_str_in_output),
         ignore_eos=bool(request.ignore_eos),
         skip_special_tokens=request.skip_special_tokens is not False,

@@ -9,7 +9,8 @@ the schema or grammar itself is any good is found by :func:`turnstile.text.gramm
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from turnstile.text.errors import GrammarError
@@ -20,6 +21,7 @@ MAX_CHOICES = 1000
 # Unbounded space between JSON tokens is an invitation to small models to write nothing else.
 _SPACE = r"[\x20\x0A\x0D\x09]{1,40}"
 _JSON_OPTIONS = {"whitespace_pattern": _SPACE, "coerce_one_of": True}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 
@@ -30,6 +32,7 @@ def json_object() -> str:
 
 def json_schema(schema: object) -> str:
     """Grammar of the JSON values a schema allows (an object, a boolean, or either as text)."""
+    _check_size(schema)
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -54,6 +57,7 @@ def regex(pattern: object) -> str:
     """Grammar of the texts a regular expression matches from end to end (Rust's syntax)."""
     if not isinstance(pattern, str):
         raise GrammarError("the regular expression must be a string")
+    _check_size(pattern)
     return _wrapped(f"start: {_lark_regex(pattern)}")
 
 
@@ -63,6 +67,7 @@ def choice(options: object) -> str:
         raise GrammarError("choice must be a list of at least one string")
     if len(options) > MAX_CHOICES:
         raise GrammarError(f"choice has {len(options)} options, more than {MAX_CHOICES}")
+    _check_size(options)
     if not all(isinstance(option, str) and option for option in options):
         raise GrammarError("every choice must be a string that is not empty")
     literals = " | ".join(_lark_string(option) for option in options)
@@ -71,9 +76,11 @@ def choice(options: object) -> str:
 
 def lark(grammar: object) -> str:
     """Take a context-free grammar, in Lark's notation or as GBNF/EBNF with ``::=``."""
-    if not isinstance(grammar, str) or not grammar.strip():
+    if not isinstance(grammar, str):
         raise GrammarError("the grammar must be a string that is not empty")
     _bounded(grammar)
+    if not grammar.strip():
+        raise GrammarError("the grammar must be a string that is not empty")
     if "::=" in grammar:
         from llguidance.gbnf_to_lark import any_to_lark
 
@@ -148,10 +155,37 @@ def _lark_regex(pattern: str) -> str:
     return f"/{''.join(escaped)}/"
 
 
+def _check_size(value: object) -> None:
+    """Raise :class:`GrammarError` for what is longer, written as JSON, than a grammar may be.
+
+    Stops as soon as that is certain: a request can hold a hundred times as much.
+    """
+    size = 0
+    pending: list[Collection[object]] = [[value]]
+    while pending:
+        items = pending.pop()
+        size += len(items)  # each is a character at least
+        if size <= MAX_GRAMMAR_CHARS:
+            values: Iterable[object] = items
+            if isinstance(items, Mapping):
+                values = (*items.keys(), *items.values())
+            for item in values:
+                if isinstance(item, str):
+                    size += len(item)
+                elif isinstance(item, (Mapping, list, tuple)):
+                    pending.append(item)
+        if size > MAX_GRAMMAR_CHARS:
+            raise _too_long()
+
+
+def _too_long() -> GrammarError:
+    return GrammarError(f"the schema or grammar is longer than {MAX_GRAMMAR_CHARS} characters")
+
+
 def _bounded(grammar: str) -> str:
     if len(grammar) > MAX_GRAMMAR_CHARS:
-        raise GrammarError(f"the schema or grammar is longer than {MAX_GRAMMAR_CHARS} characters")
-    if any("\ud800" <= character <= "\udfff" for character in grammar):
+        raise _too_long()
+    if _SURROGATE.search(grammar):
         raise GrammarError("the schema or grammar holds half of a surrogate pair")
     return grammar
 
