@@ -110,9 +110,46 @@ def test_admin_routes_need_an_admin_key(serve: Serve) -> None:
 def test_a_foreign_page_cannot_reset_the_cache_of_an_open_server(serve: Serve) -> None:
     async def test() -> None:
         async with serve() as served:
-            for origin, status in (("http://evil.example", 403), ("http://server", 200)):
-                answer = await served.client.post("/reset_prefix_cache", headers={"origin": origin})
+            for origin, status in (("http://evil.example", 403), ("http://localhost:8000", 200)):
+                headers = {"origin": origin, "host": "localhost:8000"}
+                answer = await served.client.post("/reset_prefix_cache", headers=headers)
                 assert answer.status_code == status
+
+    asyncio.run(test())
+
+
+# The name of a page that points at 127.0.0.1 now: to the browser it and the server are one origin.
+@pytest.mark.parametrize("path", ["/reset_prefix_cache", "/v1/completions"])
+def test_a_rebound_name_reaches_no_server_without_keys(serve: Serve, path: str) -> None:
+    async def statuses(hosts: list[str], **config: Any) -> list[int]:
+        async with serve(config=config) as served:
+            key = {"x-api-key": "k"}
+            asked = {"json": {"prompt": "hello", "max_tokens": 1}}
+            return [
+                (
+                    await served.client.post(
+                        path, headers=key | {"host": host, "origin": f"http://{host}"}, **asked
+                    )
+                ).status_code
+                for host in hosts
+            ]
+
+    async def test() -> None:
+        names = ["evil.example:8000", "127.0.0.1.evil.example", "localhost.evil.example", ""]
+        own = ["localhost", "ui.localhost:80", "127.0.0.1:8000", "[::1]:8000", "192.0.2.1"]
+        assert await statuses(names) == [403] * 4
+        assert await statuses(own) == [200] * 5
+        allowed = ["http://evil.example:8000"]
+        assert await statuses(names[:2], allowed_origins=allowed) == [200, 403]
+        # With a key the page would need one; on another address names are what it is reached by.
+        assert await statuses(names[:1], api_key=["k"]) == [200]
+        assert await statuses(names[:1], host="0.0.0.0", allow_unauthenticated=True) == [200]
+        async with serve() as served:
+            # Programs send no origin, and may use any name: a proxy's, for example.
+            plain = await served.client.post(
+                "/v1/completions", json={"prompt": "a", "max_tokens": 1}
+            )
+            assert plain.status_code == 200
 
     asyncio.run(test())
 

@@ -18,6 +18,8 @@ from starlette.routing import Route, Router
 
 from turnstile.server import chat, completions, docs, info, requests, tokenize
 from turnstile.server.access_log import log_access
+from turnstile.server.config import is_loopback
+from turnstile.server.cors import names_loopback
 from turnstile.server.errors import ApiError, from_exception, internal_error
 from turnstile.server.exchange import Exchange
 from turnstile.server.service import Phase, Service
@@ -84,6 +86,8 @@ class App:
             default=_no_route,
         )
         self._quiet = service.config.quiet_paths
+        config = service.config
+        self._on_loopback = config.uds is None and is_loopback(config.host)
         self._logs = not service.config.disable_access_log
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -119,6 +123,7 @@ class App:
                 return
             if exchange.path not in OPEN_PATHS:
                 exchange.tenant = service.keys.identify(exchange.scope["headers"])
+                self._refuse_rebound_page(exchange, origin)
             exchange.scope["turnstile.exchange"] = exchange
             exchange.scope["app"] = self
             await self._router(exchange.scope, None, None)  # type: ignore[arg-type]
@@ -126,6 +131,19 @@ class App:
             await self._refuse(exchange, _from_http(error, exchange))
         except Exception as error:
             await self._refuse(exchange, self._known(exchange, error))
+
+    def _refuse_rebound_page(self, exchange: Exchange, origin: bytes | None) -> None:
+        """Without keys nothing but the name it asks for tells a rebound page from one of ours."""
+        if origin is None or len(self.service.keys) or not self._on_loopback:
+            return
+        if self.service.cors.allows(origin) or names_loopback(exchange.header(b"host") or b""):
+            return
+        raise ApiError(
+            403,
+            "A server without keys serves pages that reach it as localhost or by its address, "
+            "and those of --allowed-origins.",
+            code="origin_refused",
+        )
 
     def _known(self, exchange: Exchange, error: Exception) -> ApiError:
         known = from_exception(error)

@@ -6,6 +6,7 @@ too, or the page could not read why it was refused. Credentials are never allowe
 
 from __future__ import annotations
 
+import ipaddress
 from collections.abc import Iterable, Sequence
 
 from turnstile.server.errors import Headers
@@ -47,6 +48,23 @@ class Cors:
             (b"access-control-allow-headers", asked or _DEFAULT_HEADERS),
             (b"access-control-max-age", _MAX_AGE),
         ]
+
+
+def names_loopback(host: bytes) -> bool:
+    """Whether a ``Host`` means this machine wherever it is resolved: an address, or localhost.
+
+    Any other name may be an attacker's, pointed at 127.0.0.1 after his page was loaded from it:
+    the browser then takes this server for that page's own (DNS rebinding).
+    """
+    name = host.decode("latin-1").lower()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
