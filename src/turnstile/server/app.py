@@ -110,6 +110,7 @@ class App:
             exchange.notes["client_gone"] = exchange.disconnected or stalled
         finally:
             exchange.unwatch()
+            exchange.release_body()
             service.live.discard(exchange)
             self._finish(exchange)
 

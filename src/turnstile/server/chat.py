@@ -19,6 +19,7 @@ from turnstile.server.parameters import deadline_of, make_params, priority_of
 from turnstile.server.prompts import TokenizedPrompt, off_loop, refuse_hopeless, truncate
 from turnstile.server.schemas import ChatRequest
 from turnstile.server.service import Service
+from turnstile.server.threads import ends_by
 from turnstile.server.usage import Record
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
@@ -26,6 +27,13 @@ from turnstile.text.errors import MessageError, TemplateError
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation."""
+    answer = await _prepare(service, exchange)
+    exchange.release_body()
+    await answer.run()
+
+
+async def _prepare(service: Service, exchange: Exchange) -> Answer:
+    """Check, render and tokenize. What the body held ends here: the prompt fits a context."""
     model, gate = service.require_model()
     config = service.config
     body = await exchange.json_body(service.bodies)
@@ -35,7 +43,6 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     params = make_params(request, model, config)
     priority = priority_of(request, exchange.tenant)
     knock(gate, exchange.tenant, priority, params.n, service.clock())
-    params.grammar = await grammar_of(request)
     deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
     wishes = make_wishes(
         request,
@@ -43,9 +50,11 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
         echo=False,
         default_interval=config.stream_interval,
     )
-    rendered = await render_chat(
-        request, model, len(body), trust=config.trust_request_chat_template
-    )
+    async with ends_by(deadline):
+        params.grammar = await grammar_of(request)
+        rendered = await render_chat(
+            request, model, len(body), trust=config.trust_request_chat_template
+        )
     order = Order(
         prompts=[TokenizedPrompt(rendered.token_ids)],
         params=params,
@@ -58,7 +67,7 @@ async def chat_completions(service: Service, exchange: Exchange) -> None:
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head("chatcmpl", model, request)
     frames = ChatFrames(head, wishes, model.tokenizer, record)
-    await Answer(service, exchange, record, frames, stream=bool(request.stream)).run()
+    return Answer(service, exchange, record, frames, stream=bool(request.stream))
 
 
 async def render(service: Service, exchange: Exchange) -> None:
@@ -67,6 +76,7 @@ async def render(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await exchange.json_body(service.bodies)
     request = decode(body, ChatRequest)
+    exchange.watch()
     model.check_name(request.model)
     rendered = await render_chat(
         request, model, len(body), trust=config.trust_request_chat_template

@@ -17,11 +17,19 @@ from turnstile.server.parameters import deadline_of, make_params, priority_of
 from turnstile.server.prompts import completion_prompts
 from turnstile.server.schemas import CompletionRequest, GenerationRequest
 from turnstile.server.service import Service
+from turnstile.server.threads import ends_by
 from turnstile.server.usage import Record
 
 
 async def completions(service: Service, exchange: Exchange) -> None:
     """Complete one prompt or many."""
+    answer = await _prepare(service, exchange)
+    exchange.release_body()
+    await answer.run()
+
+
+async def _prepare(service: Service, exchange: Exchange) -> Answer:
+    """Check and tokenize. What the body held ends here: the prompts that are kept fit a context."""
     model, gate = service.require_model()
     config = service.config
     request = decode(await exchange.json_body(service.bodies), CompletionRequest)
@@ -32,15 +40,17 @@ async def completions(service: Service, exchange: Exchange) -> None:
     params = make_params(request, model, config)
     priority = priority_of(request, exchange.tenant)
     knock(gate, exchange.tenant, priority, params.n, service.clock())
-    params.grammar = await grammar_of(request)
     keep = _best_of(request, params.n)
     if keep is not None:
         params.n, params.logprobs = request.best_of or params.n, params.logprobs or 0
     deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
-    order = Order(
-        prompts=await completion_prompts(
+    async with ends_by(deadline):
+        params.grammar = await grammar_of(request)
+        prompts = await completion_prompts(
             request, model, n=params.n, max_choices=config.max_choices
-        ),
+        )
+    order = Order(
+        prompts=prompts,
         params=params,
         default_max_tokens=config.default_max_tokens,
         deadline=deadline,
@@ -59,7 +69,7 @@ async def completions(service: Service, exchange: Exchange) -> None:
     )
     frames = CompletionFrames(make_head("cmpl", model, request), wishes, model.tokenizer, record)
     stream = bool(request.stream)
-    await Answer(service, exchange, record, frames, stream=stream, keep=keep).run()
+    return Answer(service, exchange, record, frames, stream=stream, keep=keep)
 
 
 def _best_of(request: CompletionRequest, n: int) -> int | None:

@@ -52,6 +52,8 @@ class Exchange:
 
     __slots__ = (
         "_body_comes",
+        "_held",
+        "_limits",
         "_receive",
         "_send",
         "_watcher",
@@ -72,6 +74,8 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._body_comes = True
+        self._limits: BodyLimits | None = None
+        self._held = 0
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
         self.id = _request_id(scope["headers"])
@@ -110,6 +114,9 @@ class Exchange:
             415 for another type, 413 for a body that is too large (known from Content-Length
             before a byte is read, or counted), 408 for a client that is too slow, 503 where
             other uploads have taken the memory.
+
+        Its bytes count as held until :meth:`release_body`, which the end of the exchange calls:
+        what is read waits for a thread next, and must not make room for more meanwhile.
         """
         coding = self.header(b"content-encoding")
         if coding not in (None, b"", b"identity"):
@@ -120,34 +127,37 @@ class Exchange:
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limits.one:
             raise too_large(limits.one)
-        pieces: list[bytes] = []
+        self._limits = limits
         try:
             async with asyncio.timeout(limits.seconds):
-                await self._read(pieces, limits)
+                return await self._read(limits)
         except TimeoutError:
             raise ApiError(
                 408,
                 f"The request body did not arrive within {limits.seconds:g} seconds.",
                 headers=[(b"connection", b"close")],
             ) from None
-        finally:
-            limits.held -= sum(map(len, pieces))
-        return b"".join(pieces)
 
-    async def _read(self, pieces: list[bytes], limits: BodyLimits) -> None:
-        size = 0
+    async def _read(self, limits: BodyLimits) -> bytes:
+        pieces: list[bytes] = []
         while True:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 self.disconnected = True
                 raise asyncio.CancelledError
             piece = message.get("body", b"")
-            size += len(piece)
-            limits.take(len(piece), size)
+            limits.take(len(piece), self._held + len(piece))
+            self._held += len(piece)
             pieces.append(piece)
             if not message.get("more_body", False):
                 self._body_comes = False
-                return
+                return b"".join(pieces)
+
+    def release_body(self) -> None:
+        """The request's body, and what was made of it, is no longer in memory."""
+        if self._limits is not None:
+            self._limits.held -= self._held
+            self._held = 0
 
     def watch(self) -> None:
         """From now on cancel the calling task when the client goes away. The body must have been

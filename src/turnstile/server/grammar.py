@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.schemas import GenerationRequest
+from turnstile.server.threads import Threads
 from turnstile.text.errors import GrammarError
 from turnstile.text.grammar_request import (
     grammar_of_response_format,
     grammar_of_structured_outputs,
 )
+
+CHECKS = Threads("turnstile-grammar", number=2, most=32, what="new grammars")
+"""Each check may take seconds of a processor; two at once leave the others to the model."""
 
 
 async def grammar_of(request: GenerationRequest) -> str | None:
@@ -18,7 +20,7 @@ async def grammar_of(request: GenerationRequest) -> str | None:
 
     A grammar is compiled once before it is accepted, off the event loop and in a process of its
     own, so that one that cannot be honoured is a 400 and not a failure later. Raises
-    :class:`ApiError`.
+    :class:`ApiError`, 503 where too many new ones are waiting for that.
     """
     param = "response_format"
     try:
@@ -29,12 +31,19 @@ async def grammar_of(request: GenerationRequest) -> str | None:
             param = "structured_outputs"
             grammar = grammar_of_structured_outputs(request.structured_outputs)
         if grammar is not None:
-            from turnstile.text.grammar import check_grammar  # numpy: only where it is wanted
-
-            await asyncio.to_thread(check_grammar, grammar)
+            await _check(grammar)
     except GrammarError as error:
         raise _refusal(error, param) from None
     return grammar
+
+
+async def _check(grammar: str) -> None:
+    from turnstile.text.grammar import check_grammar, is_checked  # numpy: only where it is wanted
+
+    if is_checked(grammar):
+        check_grammar(grammar)  # those who send what is known wait for nobody
+    else:
+        await CHECKS.run(1, lambda: check_grammar(grammar))
 
 
 def grammar_field(request: GenerationRequest) -> str:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.model import ServedModel
 from turnstile.server.schemas import CompletionRequest, Prompt
+from turnstile.server.threads import Threads
 
 T = TypeVar("T")
 
 OFF_LOOP_CHARS = 16_384
 """Work on longer text than this happens in a thread: probes and streams must not wait for it."""
 
-_threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="turnstile-text")
+TEXTS = Threads("turnstile-text", number=2, most=16 * 2**20, what="long texts")
+"""Weighed in characters: one body of the default largest size, or hundreds of long prompts."""
 
 
 @dataclass(slots=True)
@@ -29,10 +29,13 @@ class TokenizedPrompt:
 
 
 async def off_loop(chars: int, work: Callable[[], T]) -> T:
-    """Do ``work`` on ``chars`` characters: here where they are few, else in a thread."""
+    """Do ``work`` on ``chars`` characters: here where they are few, else in a thread.
+
+    Raises :class:`ApiError` 503 where too much is waiting for the threads.
+    """
     if chars <= OFF_LOOP_CHARS:
         return work()
-    return await asyncio.get_running_loop().run_in_executor(_threads, work)
+    return await TEXTS.run(chars, work)
 
 
 def check_choices(num_prompts: int, n: int, most: int) -> None:

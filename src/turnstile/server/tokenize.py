@@ -20,6 +20,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     model, _ = service.require_model()
     body = await exchange.json_body(service.bodies)
     request = decode(body, TokenizeRequest)
+    exchange.watch()
     model.check_name(request.model)
     tokenizer = model.tokenizer
     if (request.prompt is None) == (request.messages is None):
@@ -56,6 +57,7 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     """Text of token ids."""
     model, _ = service.require_model()
     request = decode(await exchange.json_body(service.bodies), DetokenizeRequest)
+    exchange.watch()
     model.check_name(request.model)
     if len(request.tokens) > _MOST_IDS:
         raise bad_request(

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 from collections import OrderedDict
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,33 +31,48 @@ _WALL_SECONDS = 30.0
 _TOO_COMPLEX = (
     "the schema or grammar is too complex: compiling it takes too much time, memory or depth"
 )
-_checks_at_once = threading.Semaphore(2)
+_KEPT_VERDICTS = 256
+_verdicts: OrderedDict[str, str | None] = OrderedDict()
+_verdicts_lock = threading.Lock()
 
 
 def check_grammar(grammar: str) -> None:
     """Compile a grammar in a process of its own, once; the verdict is remembered.
 
-    Takes some 100 ms the first time; call it off the event loop. Raises :class:`GrammarError`
-    with the compiler's complaint, or where compiling takes too much time, memory or depth.
+    Takes some 100 ms the first time, and a process: call it off the event loop and few at once,
+    unless :func:`is_checked`. Raises :class:`GrammarError` with the compiler's complaint, or
+    where compiling takes too much time, memory or depth.
     """
-    complaint = _complaint_about(grammar)
+    with _verdicts_lock:
+        known = grammar in _verdicts
+        complaint = _verdicts.get(grammar)
+    if not known:
+        complaint = _complaint_about(grammar)
+    with _verdicts_lock:
+        _verdicts[grammar] = complaint
+        _verdicts.move_to_end(grammar)
+        if len(_verdicts) > _KEPT_VERDICTS:
+            _verdicts.popitem(last=False)
     if complaint is not None:
         raise GrammarError(complaint)
 
 
-@lru_cache(maxsize=256)
+def is_checked(grammar: str) -> bool:
+    """Whether the verdict on a grammar is known, so that :func:`check_grammar` takes no time."""
+    return grammar in _verdicts
+
+
 def _complaint_about(grammar: str) -> str | None:
-    with _checks_at_once:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", grammar_checker.__file__],
-                input=grammar.encode("utf-8", "surrogatepass"),
-                capture_output=True,
-                timeout=_WALL_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            return _TOO_COMPLEX
+    try:
+        done = subprocess.run(
+            [sys.executable, "-I", grammar_checker.__file__],
+            input=grammar.encode("utf-8", "surrogatepass"),
+            capture_output=True,
+            timeout=_WALL_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return _TOO_COMPLEX
     try:
         complaint = json.loads(done.stdout)["error"]
     except (ValueError, KeyError, TypeError):
