@@ -169,3 +169,24 @@ def test_more_ids_than_are_detokenized_are_refused(
             assert "4 ids; at most 3" in error["message"]
 
     asyncio.run(scenario())
+
+
+def test_ids_that_cannot_fit_are_refused_unread_unless_they_are_cut(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with serve(max_model_len=256) as served:
+            long = [70] * 300 + [320]
+            cut = {"prompt": long, "truncate_prompt_tokens": 5}
+            assert "prompt.300: 320" in (await refused(served, "/v1/completions", cut))["message"]
+            with monkeypatch.context() as patch:
+                patch.setattr("turnstile.server.prompts.check_ids", never)
+                for prompt in (long, [[70] * 301]):
+                    body = {"prompt": prompt, "max_tokens": 7}
+                    error = await refused(served, "/v1/completions", body)
+                    assert error["code"] == "context_length_exceeded"
+                    assert error["n_prompt_tokens"] == 301
+                    assert "308" in error["message"]
+            assert (await served.complete([70] * 300, truncate_prompt_tokens=5)).status_code == 200
+
+    asyncio.run(scenario())

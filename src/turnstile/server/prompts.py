@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.model import ServedModel
+from turnstile.server.parameters import context_error, wanted_tokens
 from turnstile.server.schemas import CompletionRequest, Prompt
 from turnstile.server.threads import Threads
 
@@ -75,7 +77,9 @@ async def completion_prompts(
             ids: list[int] = next(remaining)
         else:
             ids = prompt
-            check_ids(ids, model.vocab_size, where)
+            if request.truncate_prompt_tokens is None and len(ids) > model.max_model_len:
+                raise context_error(len(ids), model.max_model_len, wanted_tokens(request) or 1)
+            await off_loop(len(ids), partial(check_ids, ids, model.vocab_size, where))
         if not ids:
             raise bad_request(f"{where} is empty; send at least one token.", where)
         kept = truncate(ids, request.truncate_prompt_tokens, model)
