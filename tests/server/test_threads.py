@@ -128,6 +128,37 @@ def test_a_body_is_held_until_it_is_tokenized_and_no_longer_than_its_client_is_t
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"messages": []}),
+        ("/v1/completions", {"truncate_prompt_tokens": -1, "max_tokens": 1}),
+        ("/v1/chat/completions", {"messages": [], "truncate_prompt_tokens": -1, "max_tokens": 1}),
+        ("/v1/chat/completions/render", {"messages": [], "truncate_prompt_tokens": -1}),
+    ],
+)
+def test_text_that_need_not_fit_has_a_bound_of_its_own(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], fits: bool
+) -> None:
+    monkeypatch.setattr(prompts, "LEAST_GIANT", 1000)  # 16 × the context of 256 is more
+
+    async def test() -> None:
+        async with serve() as served:
+            text = "x" * (3_800 if fits else 4_097)
+            field = "messages" if "messages" in body else "prompt"
+            value = [{"role": "user", "content": text}] if field == "messages" else text
+            answer = await served.post(path, **{**body, field: value})
+            assert answer.status_code == (200 if fits else 400), answer.text
+            if not fits:
+                error = answer.json()["error"]
+                assert error["param"] == field
+                assert "at most 4096" in error["message"]
+
+    asyncio.run(test())
+
+
 def test_a_stream_holds_no_body_any_more(serve: Serve) -> None:
     async def test() -> None:
         async with serve(delay=0.01) as served, listening(served) as port:

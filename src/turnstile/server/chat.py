@@ -16,7 +16,13 @@ from turnstile.server.grammar import grammar_field, grammar_of
 from turnstile.server.json_body import decode
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import deadline_of, make_params, priority_of
-from turnstile.server.prompts import TokenizedPrompt, off_loop, refuse_hopeless, truncate
+from turnstile.server.prompts import (
+    TokenizedPrompt,
+    off_loop,
+    refuse_giant,
+    refuse_hopeless,
+    truncate,
+)
 from turnstile.server.schemas import ChatRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
@@ -122,6 +128,7 @@ async def encode_chat(chat: ChatInput, model: ServedModel, size: int) -> ChatPro
 
     The whole body counts: a template may render any of it, and all of it is looked through.
     """
+    refuse_giant(size, model, "messages")
     try:
         prompt = await off_loop(size, lambda: model.chat.encode(chat))
     except MessageError as error:

@@ -21,6 +21,12 @@ OFF_LOOP_CHARS = 16_384
 TEXTS = Threads("turnstile-text", number=2, most=16 * 2**20, what="long texts")
 """Weighed in characters: one body of the default largest size, or hundreds of long prompts."""
 
+LEAST_GIANT = 2**20
+GIANT_PER_TOKEN = 16
+"""Longer text than the one, and than so many characters for each token of the context, is refused
+where it need not fit the context. A million characters take 0.4 s and 110 MB (SmolLM2).
+"""
+
 
 @dataclass(slots=True)
 class TokenizedPrompt:
@@ -63,6 +69,8 @@ async def completion_prompts(
     if request.truncate_prompt_tokens is None:
         for text in texts:
             refuse_hopeless(len(text.encode("utf-8", "surrogatepass")), model)
+    else:
+        refuse_giant(sum(map(len, texts)), model, "prompt")
     add_special = request.add_special_tokens is not False
     tokenizer = model.tokenizer
     encoded = await off_loop(
@@ -126,6 +134,19 @@ def refuse_hopeless(num_bytes: int, model: ServedModel) -> None:
             param="prompt",
             code="context_length_exceeded",
             extra={"n_prompt_tokens": least, "n_ctx": limit},
+        )
+
+
+def refuse_giant(size: int, model: ServedModel, where: str) -> None:
+    """Raise :class:`ApiError` 400 for text that need not fit, because it is cut or only counted,
+    and is so long that it would hold up others and take hundreds of megabytes.
+    """
+    most = max(LEAST_GIANT, GIANT_PER_TOKEN * model.max_model_len)
+    if size > most:
+        raise bad_request(
+            f"{where} is {size} characters long; at most {most} are taken, whatever is cut off "
+            "later. Send it in pieces.",
+            where,
         )
 
 

@@ -6,7 +6,7 @@ from turnstile.server.chat import encode_chat
 from turnstile.server.errors import bad_request
 from turnstile.server.exchange import Exchange
 from turnstile.server.json_body import decode
-from turnstile.server.prompts import check_ids, off_loop
+from turnstile.server.prompts import check_ids, off_loop, refuse_giant
 from turnstile.server.schemas import DetokenizeRequest, TokenizeRequest
 from turnstile.server.service import Service
 from turnstile.text.chat import ChatInput
@@ -27,6 +27,7 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
         raise bad_request("Send either prompt or messages.", "prompt")
     if request.prompt is not None:
         text = request.prompt
+        refuse_giant(len(text), model, "prompt")
         add_special = request.add_special_tokens is not False
         ids = await off_loop(
             len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special)
