@@ -166,7 +166,8 @@ def test_b105_memory_is_what_the_groups_leave(box: Machine) -> None:
     free = psutil.virtual_memory().available
     box.member_of("0::/a/b")
     box.group("a", memory_max=free + GIB, memory_current=GIB // 2)
-    assert box.available <= free
+    # The group leaves half a GiB more than the machine has, which others change as we look.
+    assert box.available <= free + GIB // 4
     stat = f"anon 5\ninactive_file {40 * 2**20}\nactive_file 7"
     box.group("a/b", memory_max=100 * 2**20, memory_current=60 * 2**20, memory_stat=stat)
     assert box.available == 80 * 2**20, "pages of files the kernel can drop are not used"
