@@ -230,6 +230,8 @@ def test_a_flood_of_new_grammars_is_refused_and_holds_up_neither_probes_nor_know
             assert refused[0].headers["retry-after"] == "1"
             assert (await served.client.get("/metrics")).status_code == 200
             assert (await served.complete(**known)).status_code == 200
+            json_object = {"type": "json_object"}
+            assert (await served.chat(response_format=json_object)).status_code == 200
             assert full.threads.inside == 30
             for task in flood:
                 task.cancel()

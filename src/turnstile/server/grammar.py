@@ -9,7 +9,10 @@ from turnstile.text.errors import GrammarError
 from turnstile.text.grammar_request import (
     grammar_of_response_format,
     grammar_of_structured_outputs,
+    json_object,
 )
+
+_JSON_OBJECT = json_object()
 
 CHECKS = Threads("turnstile-grammar", number=2, most=32, what="new grammars")
 """Each check may take seconds of a processor; two at once leave the others to the model."""
@@ -40,6 +43,8 @@ async def grammar_of(request: GenerationRequest) -> str | None:
 async def _check(grammar: str) -> None:
     from turnstile.text.grammar import check_grammar, is_checked  # numpy: only where it is wanted
 
+    if grammar == _JSON_OBJECT:
+        return  # ours, and the one asked for most
     if is_checked(grammar):
         check_grammar(grammar)  # those who send what is known wait for nobody
     else:
