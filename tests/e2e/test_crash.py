@@ -23,7 +23,7 @@ from turnstile.models.default_model import NAME
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENS = 40
+TOKENS = 80
 """Outputs of each stream of the crowd."""
 OUT, TO_COME = 5, 20
 """Tokens a stream has out, and has still to come, when the engine is killed."""
@@ -59,7 +59,7 @@ def crowd() -> list[Order]:
     add(2, "logprobs", CHAT, temperature=1, logprobs=True, top_logprobs=2)
     add(2, "pair", COMPLETIONS, temperature=0.8, n=2)
     add(2, "pair", CHAT, temperature=0.8, n=2, logprobs=True)
-    regex = {"regex": r"( [a-z]+,){60}"}
+    regex = {"regex": r"( [a-z]+,){120}"}
     add(2, "grammar", COMPLETIONS, temperature=0.7, structured_outputs=regex)
     add(2, "min_tokens", COMPLETIONS, temperature=0, min_tokens=TOKENS, ignore_eos=False)
     return [Order(name, path, body) for name, path, body in bodies]
@@ -69,7 +69,7 @@ def late() -> list[Order]:
     """What comes just before the kill: two long prompts that will be in their prefill (one of
     them two samples that have not forked), and four that find no slot, one of them not a stream.
     """
-    long = " ".join(f"line {number} of the long report;" for number in range(500))
+    long = " ".join(f"line {number} of the long report;" for number in range(800))
     body = {"max_tokens": 8, "ignore_eos": True, "seed": 7}
     return [
         Order("mid-prefill", COMPLETIONS, {**body, "prompt": "A: " + long, "temperature": 0}),

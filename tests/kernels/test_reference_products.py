@@ -68,7 +68,25 @@ def test_a_tile_that_disagrees_is_not_used(monkeypatch: pytest.MonkeyPatch) -> N
         return result * (1 + 1e-6) if len(a) == 32 else result
 
     monkeypatch.setattr(torch, "mm", crooked)
-    assert TileProbe().tiles(torch.randn(64, 16)) == (128, 64, 16, 8)
+    assert TileProbe().tiles(torch.randn(64, 16)).rows == (128, 64, 16, 8)
+
+
+def test_where_threads_show_a_product_gets_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = torch.mm
+
+    def split(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+        result = honest(a, b, out=out) if out is not None else honest(a, b)
+        return result.mul_(1 + 1e-6) if torch.get_num_threads() > 1 else result
+
+    monkeypatch.setattr(torch, "mm", split)
+    torch.set_num_threads(2)
+    weight, x = torch.randn(64, 16), torch.randn(24, 16)
+    tiles = TileProbe().tiles(weight)
+    assert tiles.one_thread
+    exact = product(x, Projection(weight, 64, tiles))
+    assert torch.get_num_threads() == 2
+    torch.set_num_threads(1)
+    assert torch.equal(exact, product(x, Projection(weight, 64, tiles)))
 
 
 def test_where_nothing_agrees_exact_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,14 @@ A GEMM library picks its kernel by the shape of the whole product: one row alone
 another order than the same row among fifty, and so comes out different in the last bits. Exact
 products therefore use a few fixed numbers of rows only (:data:`TILES`), padded with zeros at the
 end, and each weight is tried before it is used: every tile must give every row the same bits
-wherever it stands, and on one thread as on all.
+wherever it stands, and on one thread as on all. Where the library splits a product over threads in
+ways that show (Intel's MKL does), it gets one thread for it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +30,22 @@ _PROBE_SEED = 20_24
 
 
 @dataclass(frozen=True, slots=True)
+class Tiles:
+    """Row counts whose products agree, largest first; ``one_thread``: on one thread only."""
+
+    rows: tuple[int, ...]
+    one_thread: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Projection:
-    """``x @ weight.T + bias``. ``weight`` is ``[outputs padded, inputs]``; ``tiles`` are the row
-    counts that agree on it, or None for a plain product.
+    """``x @ weight.T + bias``. ``weight`` is ``[outputs padded, inputs]``; ``tiles`` are those that
+    agree on it, or None for a plain product.
     """
 
     weight: Tensor
     outputs: int
-    tiles: tuple[int, ...] | None
+    tiles: Tiles | None
     bias: Tensor | None = None
 
 
@@ -55,10 +66,11 @@ def multiply(x: Tensor, projection: Projection, out: Tensor) -> Tensor:
         torch.mm(x, transposed, out=out)
         return out[:, : projection.outputs]
     start = 0
-    for tile in projection.tiles:
-        while len(x) - start >= tile:
-            torch.mm(x[start : start + tile], transposed, out=out[start : start + tile])
-            start += tile
+    with _one_thread() if projection.tiles.one_thread else nullcontext():
+        for tile in projection.tiles.rows:
+            while len(x) - start >= tile:
+                torch.mm(x[start : start + tile], transposed, out=out[start : start + tile])
+                start += tile
     return out[:, : projection.outputs]
 
 
@@ -70,40 +82,53 @@ class TileProbe:
     """
 
     def __init__(self) -> None:
-        self._found: dict[tuple[object, ...], tuple[int, ...]] = {}
+        self._found: dict[tuple[object, ...], Tiles] = {}
 
-    def tiles(self, weight: Tensor) -> tuple[int, ...]:
-        """The tiles that may be used with ``weight``, largest first.
+    def tiles(self, weight: Tensor) -> Tiles:
+        """The tiles that may be used with ``weight``.
 
         Raises
         ------
         BackendError
-            Not even the smallest tile is independent of position and threads on this machine.
+            On this machine a row of the smallest tile depends on its place, even on one thread.
         """
         key = (tuple(weight.shape), weight.dtype, weight.device, torch.get_num_threads())
         if key not in self._found:
             self._found[key] = self._probe(weight)
         return self._found[key]
 
-    def _probe(self, weight: Tensor) -> tuple[int, ...]:
+    def _probe(self, weight: Tensor) -> Tiles:
         generator = torch.Generator().manual_seed(_PROBE_SEED)
         rows = torch.randn(UNIT, weight.shape[1], generator=generator)
         rows = rows.to(weight.device, weight.dtype)
         transposed = weight.t()
-        threads = torch.get_num_threads()
-        try:
-            torch.set_num_threads(1)
+
+        def agreeing() -> tuple[int, ...]:
+            return tuple(tile for tile in TILES if _agrees(rows, transposed, truth, tile))
+
+        with _one_thread():
             truth = torch.mm(rows, transposed)
-        finally:
-            torch.set_num_threads(threads)
-        agreeing = tuple(tile for tile in TILES if _agrees(rows, transposed, truth, tile))
-        if UNIT not in agreeing:
+        found = Tiles(agreeing())
+        if UNIT not in found.rows:
+            with _one_thread():
+                found = Tiles(agreeing(), one_thread=True)
+        if UNIT not in found.rows:
             raise BackendError(
                 f"Exact mode is not possible here: {weight.dtype} products of shape "
-                f"{list(weight.shape)} depend on a row's place or on the threads. "
-                "Start with one thread, with other weights, or without exact mode."
+                f"{list(weight.shape)} depend on a row's place. "
+                "Start with other weights, or without exact mode."
             )
-        return agreeing
+        return found
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _agrees(rows: Tensor, transposed: Tensor, truth: Tensor, tile: int) -> bool:
