@@ -151,7 +151,7 @@ def test_without_matplotlib_a_picture_is_refused_before_anything_is_sent(
     assert ".svg" in capsys.readouterr().err
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert main([*words, str(tmp_path / "run.svg")]) == 1
-    assert "turnstile[bench]" in capsys.readouterr().err
+    assert "'.[bench]'" in capsys.readouterr().err
 
 
 async def _answer(body: dict[str, object], stream: Stream) -> None:
