@@ -152,11 +152,12 @@ def stale() -> list[str]:
     """What is made from the table of metrics, and is not as the table says."""
     import make_dashboard
     import make_metrics_docs
+    from monitoring.alerts import RUNBOOK, alerts
 
-    runbook = anchors(ROOT / make_dashboard.RUNBOOK)
+    runbook = anchors(ROOT / RUNBOOK)
     missing = [
-        f"{make_dashboard.RUNBOOK}: there is no section for the alert {alert.name}"
-        for alert in make_dashboard.alerts()
+        f"{RUNBOOK}: there is no section for the alert {alert.name}"
+        for alert in alerts()
         if alert.name.lower() not in runbook
     ]
     return [*make_metrics_docs.stale(), *make_dashboard.stale(), *missing]
