@@ -9,8 +9,8 @@ import pytest
 
 from server.served import Serve, events
 from turnstile.engine.client import EngineState
-from turnstile.server.app import ROUTES
 from turnstile.server.config import ConfigError, ServerConfig
+from turnstile.server.routes import ROUTES
 
 PREFLIGHT = {
     "access-control-request-method": "POST",

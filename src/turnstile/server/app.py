@@ -1,4 +1,4 @@
-"""The ASGI application: :class:`App`, and the table of routes.
+"""The ASGI application: :class:`App`.
 
 Starlette routes; everything around a handler happens here, once: request id, CORS, the key,
 errors as JSON, the access log. There is no middleware between a token and the socket.
@@ -10,54 +10,21 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 
-from turnstile.server import chat, completions, docs, info, requests, tokenize
 from turnstile.server.access_log import log_access
 from turnstile.server.config import is_loopback
 from turnstile.server.cors import names_loopback
+from turnstile.server.docs import DOCS_ROUTES
 from turnstile.server.errors import ApiError, from_exception, internal_error
 from turnstile.server.exchange import Exchange
+from turnstile.server.routes import INFERENCE_PATHS, OPEN_PATHS, ROUTES, Handler
 from turnstile.server.service import Phase, Service
 
 logger = logging.getLogger("turnstile.server")
-
-Handler = Callable[[Service, Exchange], Awaitable[None]]
-
-OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
-"""Paths that need no key: probes carry none, and they tell nothing."""
-INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-
-ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("POST", "/v1/completions", completions.completions),
-    ("POST", "/v1/chat/completions", chat.chat_completions),
-    ("POST", "/v1/chat/completions/render", chat.render),
-    ("GET", "/v1/models", info.models),
-    ("GET", "/v1/models/{name:path}", info.model_card),
-    ("GET", "/v1/requests", requests.requests),
-    ("GET", "/v1/requests/{id:path}", requests.request),
-    ("DELETE", "/v1/requests/{id:path}", requests.cancel),
-    ("POST", "/tokenize", tokenize.tokenize),
-    ("POST", "/detokenize", tokenize.detokenize),
-    ("GET", "/tokenizer_info", info.tokenizer_info),
-    ("GET", "/health", info.health),
-    ("GET", "/livez", info.livez),
-    ("GET", "/readyz", info.readyz),
-    ("GET", "/ping", info.health),
-    ("GET", "/version", info.version),
-    ("GET", "/metrics", info.metrics),
-    ("GET", "/load", info.load),
-    ("GET", "/server_info", info.server_info),
-    ("POST", "/reset_prefix_cache", info.reset_prefix_cache),
-)
-DOCS_ROUTES: tuple[tuple[str, str, Handler], ...] = (
-    ("GET", "/openapi.json", docs.openapi),
-    ("GET", "/docs", docs.page),
-)
 
 
 class _Endpoint:

@@ -12,6 +12,7 @@ import msgspec
 from turnstile import __version__
 from turnstile.server.exchange import Exchange
 from turnstile.server.requests import MAX_LIMIT, STATES
+from turnstile.server.routes import OPEN_PATHS, ROUTES, Entry
 from turnstile.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -50,6 +51,12 @@ async def page(service: Service, exchange: Exchange) -> None:
     await exchange.respond(html, content_type=b"text/html; charset=utf-8", headers=headers)
 
 
+DOCS_ROUTES: tuple[Entry, ...] = (
+    ("GET", "/openapi.json", openapi),
+    ("GET", "/docs", page),
+)
+
+
 @functools.cache
 def _document() -> bytes:
     return msgspec.json.encode(build_document())
@@ -57,8 +64,6 @@ def _document() -> bytes:
 
 def build_document() -> dict[str, Any]:
     """Build the OpenAPI document as plain values."""
-    from turnstile.server.app import DOCS_ROUTES, OPEN_PATHS, ROUTES
-
     kinds = list(dict.fromkeys(_BODIES.values()))
     schemas, components = msgspec.json.schema_components(
         kinds, ref_template="#/components/schemas/{name}"
