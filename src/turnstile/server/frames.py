@@ -113,27 +113,50 @@ class Frames(ABC):
     def _last(self, choice: Choice) -> bytes:
         """Everything left of a finished choice, with its ``finish_reason``."""
 
-    @abstractmethod
     def _part(
         self, choice: Choice, text: str, delta: Delta | None = None, *, finished: bool = False
     ) -> dict[str, object]:
         """One item of a chunk's ``choices``."""
+        part: dict[str, object] = {
+            "index": choice.index,
+            **self._content(text, finished=finished),
+            "logprobs": None,
+            "finish_reason": choice.finish if finished else None,
+        }
+        if finished:
+            part["stop_reason"] = choice.stop_reason
+        if delta is not None:
+            if self._wishes.logprobs:
+                part["logprobs"] = self._logprobs(delta.logprobs)
+            if self._wishes.token_ids:
+                part["token_ids"] = delta.token_ids
+        return part
+
+    @abstractmethod
+    def _content(self, text: str, *, finished: bool) -> dict[str, object]:
+        """Where the text stands in an item of a chunk."""
+
+    @abstractmethod
+    def _logprobs(self, entries: Sequence[LogprobEntry]) -> dict[str, object]:
+        """Log-probabilities as this endpoint writes them."""
 
     def _chunk(self, choices: list[dict[str, object]], choice: Choice | None) -> dict[str, object]:
-        head = self._head
-        chunk: dict[str, object] = {
-            "id": head.id,
-            "object": self.chunk_object,
-            "created": head.created,
-            "model": head.model,
-            "system_fingerprint": head.fingerprint,
-            "choices": choices,
-        }
+        chunk = {**self._opening(self.chunk_object), "choices": choices}
         if self._wishes.continuous_usage:
             chunk["usage"] = usage_of(self._record.jobs)
         elif self._wishes.include_usage:
             chunk["usage"] = None
         return chunk
+
+    def _opening(self, kind: str) -> dict[str, object]:
+        head = self._head
+        return {
+            "id": head.id,
+            "object": kind,
+            "created": head.created,
+            "model": head.model,
+            "system_fingerprint": head.fingerprint,
+        }
 
     def usage_frame(self) -> bytes:
         """The chunk with the usage, where the client wants it."""
@@ -146,14 +169,9 @@ class Frames(ABC):
 
     def body(self, choices: Sequence[Choice]) -> bytes:
         """The whole answer."""
-        head = self._head
         return encode(
             {
-                "id": head.id,
-                "object": self.body_object,
-                "created": head.created,
-                "model": head.model,
-                "system_fingerprint": head.fingerprint,
+                **self._opening(self.body_object),
                 "choices": [self._whole(choice, choice.text.take()) for choice in choices],
                 "usage": usage_of(self._record.jobs),
                 **self._times(),
@@ -201,23 +219,8 @@ class CompletionFrames(Frames):
         part = self._part(choice, delta.text, delta, finished=True)
         return first + frame(self._chunk([part], choice))
 
-    def _part(
-        self, choice: Choice, text: str, delta: Delta | None = None, *, finished: bool = False
-    ) -> dict[str, object]:
-        part: dict[str, object] = {
-            "index": choice.index,
-            "text": text,
-            "logprobs": None,
-            "finish_reason": choice.finish if finished else None,
-        }
-        if finished:
-            part["stop_reason"] = choice.stop_reason
-        if delta is not None:
-            if self._wishes.logprobs:
-                part["logprobs"] = self._logprobs(delta.logprobs)
-            if self._wishes.token_ids:
-                part["token_ids"] = delta.token_ids
-        return part
+    def _content(self, text: str, *, finished: bool) -> dict[str, object]:
+        return {"text": text}
 
     def _whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         job = choice.job
@@ -255,23 +258,8 @@ class ChatFrames(Frames):
         part = self._part(choice, "", finished=True)
         return first + rest + frame(self._chunk([part], choice))
 
-    def _part(
-        self, choice: Choice, text: str, delta: Delta | None = None, *, finished: bool = False
-    ) -> dict[str, object]:
-        part: dict[str, object] = {
-            "index": choice.index,
-            "delta": {} if finished else {"content": text},
-            "logprobs": None,
-            "finish_reason": choice.finish if finished else None,
-        }
-        if finished:
-            part["stop_reason"] = choice.stop_reason
-        if delta is not None:
-            if self._wishes.logprobs:
-                part["logprobs"] = self._logprobs(delta.logprobs)
-            if self._wishes.token_ids:
-                part["token_ids"] = delta.token_ids
-        return part
+    def _content(self, text: str, *, finished: bool) -> dict[str, object]:
+        return {"delta": {} if finished else {"content": text}}
 
     def _whole(self, choice: Choice, delta: Delta) -> dict[str, object]:
         part: dict[str, object] = {
