@@ -24,7 +24,7 @@ from typing import Any
 from peers.catalog import Peer, catalog
 from peers.install import install
 from peers.tables import medians, ratios, table
-from peers.turns import PeerError, take_turn
+from peers.turns import PeerError, Round, take_turn
 
 from turnstile.bench.workloads import WORKLOADS, Workload, choose
 from turnstile.models.default_model import NAME
@@ -40,17 +40,10 @@ class Comparison:
         self.failures: list[str] = []
         self.began = time.time()
 
-    def take(self, peer: Peer, options: argparse.Namespace, model: Path, text_seed: int) -> None:
+    def take(self, peer: Peer, round_: Round) -> None:
         """One peer's turn. A failure is noted, and the comparison goes on."""
         try:
-            found = take_turn(
-                peer,
-                self.workloads,
-                port=options.port,
-                model=str(model),
-                text_seed=text_seed,
-                log=self.output / f"{peer.name}.log",
-            )
+            found = take_turn(peer, round_, self.output / f"{peer.name}.log")
         except PeerError as error:
             print(f"  {error}", file=sys.stderr)
             self.failures.append(str(error))
@@ -140,12 +133,18 @@ def main() -> int:
     options.output.mkdir(parents=True, exist_ok=True)
     comparison = Comparison(peers, workloads_of(options), options.output)
     for number in range(options.repeat):
-        began, text_seed = time.monotonic(), time.time_ns()
+        began = time.monotonic()
+        round_ = Round(
+            workloads=comparison.workloads,
+            port=options.port,
+            model=str(model),
+            text_seed=time.time_ns(),
+        )
         print(f"round {number + 1} of {options.repeat}", file=sys.stderr)
         # Who goes first changes, so that no server always meets the machine warm.
         place = number % max(len(peers), 1)
         for peer in peers[place:] + peers[:place]:
-            comparison.take(peer, options, model, text_seed)
+            comparison.take(peer, round_)
             comparison.write()
         print(f"  round took {time.monotonic() - began:.0f} s", file=sys.stderr)
     comparison.print()

@@ -12,8 +12,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 import uvloop
 from peers.catalog import Peer
@@ -32,22 +32,26 @@ from turnstile.bench.workloads import Workload
 START_S = 900.0
 STOP_S = 20.0
 TURN_S = 1800.0
-SAMPLE_S = 1.0
 
 
 class PeerError(RuntimeError):
     """The peer did not start, or ended in its turn; the message names its log."""
 
 
-def take_turn(
-    peer: Peer,
-    workloads: Sequence[Workload],
-    *,
-    port: int,
-    model: str,
-    text_seed: int,
-    log: Path,
-) -> dict[str, Figures]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """What every peer of a round gets alike.
+
+    ``model`` is where the tokenizer is found, ``text_seed`` where in the prose the prompts begin.
+    """
+
+    workloads: Sequence[Workload]
+    port: int
+    model: str
+    text_seed: int
+
+
+def take_turn(peer: Peer, round_: Round, log: Path) -> dict[str, Figures]:
     """The figures of each workload, by its name.
 
     Raises
@@ -55,10 +59,17 @@ def take_turn(
     PeerError
         If the peer does not come up, or ends before it is told to.
     """
-    measure = _in_process if peer.in_process else _over_http
     began = time.monotonic()
     with _process(peer, log) as process:
-        return measure(peer, process, workloads, began, port, model, text_seed, log)
+        turn = (_InProcess if peer.in_process else _OverHttp)(peer, process, round_, log)
+        turn.wait_until_ready()
+        started = time.monotonic() - began
+        found = {}
+        for number, workload in enumerate(round_.workloads):
+            print(f"  {peer.name}: {workload.name}", file=sys.stderr, flush=True)
+            figures = turn.measure(workload, round_.text_seed + number)
+            found[workload.name] = {**figures, "start_s": started}
+    return found
 
 
 @contextlib.contextmanager
@@ -92,101 +103,93 @@ def _stop(process: subprocess.Popen[str]) -> None:
                 pipe.close()
 
 
-def _over_http(
-    peer: Peer,
-    process: subprocess.Popen[str],
-    workloads: Sequence[Workload],
-    began: float,
-    port: int,
-    model: str,
-    text_seed: int,
-    log: Path,
-) -> dict[str, Figures]:
-    server = Server("127.0.0.1", port)
-    name = _wait_until_ready(peer, process, server, log)
-    started = time.monotonic() - began
-    found = {}
-    for number, workload in enumerate(workloads):
-        _say(peer, workload)
+class _OverHttp:
+    """A peer that is a server."""
+
+    def __init__(
+        self, peer: Peer, process: subprocess.Popen[str], round_: Round, log: Path
+    ) -> None:
+        self._peer, self._process, self._round, self._log = peer, process, round_, log
+        self._server = Server("127.0.0.1", round_.port)
+        self._name = ""
+
+    def wait_until_ready(self) -> None:
+        peer, process = self._peer, self._process
+        deadline = time.monotonic() + START_S
+        while process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(ServerError):
+                self._name = asyncio.run(wait_until_ready(self._server, 1.0))
+                return
+        if process.poll() is not None:
+            raise PeerError(f"{peer.name} ended with {process.returncode}; see {self._log}")
+        raise PeerError(f"{peer.name} was not ready within {START_S:.0f} s; see {self._log}")
+
+    def measure(self, workload: Workload, text_seed: int) -> Figures:
+        peer, process = self._peer, self._process
         settings = Settings(
-            text_seed=text_seed + number,
+            text_seed=text_seed,
             server_pid=process.pid,
-            tokenizer=model,
+            tokenizer=self._round.model,
             time_limit=TURN_S,
         )
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                result = runner.run(bench(server, name, workload, settings))
+                result = runner.run(bench(self._server, self._name, workload, settings))
         except ServerError as error:
             raise PeerError(f"{peer.name} in {workload.name}: {error}") from None
-        found[workload.name] = {**result["median"], "start_s": started}
         if process.poll() is not None:
             raise PeerError(f"{peer.name} ended with {process.returncode} in {workload.name}")
-    return found
+        return result["median"]
 
 
-def _wait_until_ready(peer: Peer, process: subprocess.Popen[str], server: Server, log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while process.poll() is None and time.monotonic() < deadline:
-        with contextlib.suppress(ServerError):
-            return asyncio.run(wait_until_ready(server, 1.0))
-    if process.poll() is not None:
-        raise PeerError(f"{peer.name} ended with {process.returncode}; see {log}")
-    raise PeerError(f"{peer.name} was not ready within {START_S:.0f} s; see {log}")
+class _InProcess:
+    """A peer without a server, behind a driver that takes plans from its standard input."""
 
+    def __init__(
+        self, peer: Peer, process: subprocess.Popen[str], round_: Round, log: Path
+    ) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._input, self._output = process.stdin, process.stdout
+        self._peer, self._process, self._log = peer, process, log
+        self._tokenizer = LocalTokenizer(round_.model)
 
-def _in_process(
-    peer: Peer,
-    process: subprocess.Popen[str],
-    workloads: Sequence[Workload],
-    began: float,
-    port: int,
-    model: str,
-    text_seed: int,
-    log: Path,
-) -> dict[str, Figures]:
-    assert process.stdout is not None
-    _expect(peer, process.stdout, "ready", log)
-    started = time.monotonic() - began
-    tokenizer = LocalTokenizer(model)
-    found = {}
-    for number, workload in enumerate(workloads):
-        _say(peer, workload)
-        planned = asyncio.run(plan(workload, tokenizer, Prose(text_seed + number), LENGTH_SEED))
+    def wait_until_ready(self) -> None:
+        self._expect("ready")
+
+    def measure(self, workload: Workload, text_seed: int) -> Figures:
+        planned = asyncio.run(plan(workload, self._tokenizer, Prose(text_seed), LENGTH_SEED))
         arrivals = workload.arrivals(LENGTH_SEED)
         job = {
             "requests": [(p.prompt, p.output_tokens) for p in planned],
             "users": arrivals.users if isinstance(arrivals, ClosedLoop) else None,
             "times": None if isinstance(arrivals, ClosedLoop) else arrivals.times,
         }
-        figures = _run_job(peer, process, job, log)
-        found[workload.name] = {**figures, "start_s": started}
-    return found
+        with tempfile.TemporaryDirectory() as directory:
+            files = {"plan": f"{directory}/plan.json", "result": f"{directory}/result.json"}
+            Path(files["plan"]).write_text(json.dumps(job))
+            tree = ProcessTree(self._process.pid)
+            tree.start()
+            self._input.write(json.dumps(files) + "\n")
+            self._input.flush()
+            asyncio.run(self._watch(tree))
+            result = json.loads(Path(files["result"]).read_text())
+        records = [_record(*row) for row in result["rows"]]
+        figures = summarize(records, result["window"])
+        return figures | {"server": tree.figures(figures["output_tokens"])}
 
+    async def _watch(self, tree: ProcessTree) -> None:
+        watching = asyncio.create_task(tree.watch())
+        try:
+            await asyncio.to_thread(self._expect, "done")
+        finally:
+            watching.cancel()
 
-def _run_job(peer: Peer, process: subprocess.Popen[str], job: dict[str, Any], log: Path) -> Figures:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with tempfile.TemporaryDirectory() as directory:
-        files = {"plan": f"{directory}/plan.json", "result": f"{directory}/result.json"}
-        Path(files["plan"]).write_text(json.dumps(job))
-        tree = ProcessTree(process.pid)
-        tree.start()
-        process.stdin.write(json.dumps(files) + "\n")
-        process.stdin.flush()
-        asyncio.run(_watch(tree, peer, process.stdout, log))
-        result = json.loads(Path(files["result"]).read_text())
-    records = [_record(*row) for row in result["rows"]]
-    figures = summarize(records, result["window"])
-    return figures | {"server": tree.figures(figures["output_tokens"])}
-
-
-async def _watch(tree: ProcessTree, peer: Peer, output: IO[str], log: Path) -> None:
-    watching = asyncio.create_task(tree.watch())
-    try:
-        await asyncio.to_thread(_expect, peer, output, "done", log)
-    finally:
-        watching.cancel()
+    def _expect(self, word: str) -> None:
+        for line in self._output:
+            if line.strip() == word:
+                return
+        raise PeerError(f"{self._peer.name} ended before it said {word}; see {self._log}")
 
 
 def _record(due: float, sent: float, ended: float, times: list[float], wanted: int) -> Record:
@@ -205,14 +208,3 @@ def _record(due: float, sent: float, ended: float, times: list[float], wanted: i
         reason=None if whole else "another number of tokens than asked for",
         status=200,
     )
-
-
-def _expect(peer: Peer, output: IO[str], word: str, log: Path) -> None:
-    for line in output:
-        if line.strip() == word:
-            return
-    raise PeerError(f"{peer.name} ended before it said {word}; see {log}")
-
-
-def _say(peer: Peer, workload: Workload) -> None:
-    print(f"  {peer.name}: {workload.name}", file=sys.stderr, flush=True)
