@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 from cyclopts import App
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
@@ -39,9 +38,7 @@ def make_app() -> App:
         result_action="return_value",
     )
     for verb, summary in VERBS.items():
-        module = f"turnstile.cli.{verb.replace('-', '_')}"
-        if find_spec(module) is not None:
-            app.command(f"{module}:app", name=verb, help=summary)
+        app.command(f"turnstile.cli.{verb.replace('-', '_')}:app", name=verb, help=summary)
     return app
 
 
