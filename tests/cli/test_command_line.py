@@ -62,9 +62,13 @@ def test_sizes_are_read_with_their_suffix(text: str, digits: str) -> None:
 
 
 def test_underscores_and_other_names_mean_the_same_flags() -> None:
-    tokens = ["--max_num_seqs=4", "--block_size", "8", "name_with_underscore", "--", "--a_b"]
+    tokens = [
+        "--max_num_seqs=4", "--block_size", "8", "--quantization=int8", "name_with_underscore",
+        "--", "--a_b",
+    ]  # fmt: skip
     assert normalize(tokens) == [
-        "--max-num-seqs=4", "--page-size", "8", "name_with_underscore", "--", "--a_b",
+        "--max-num-seqs=4", "--page-size", "8", "--dtype=int8", "name_with_underscore",
+        "--", "--a_b",
     ]  # fmt: skip
 
 
@@ -137,6 +141,7 @@ def test_flags_repeat_and_negate(started: list[Any], monkeypatch: pytest.MonkeyP
         (["serve", "--port", "abc"], "--port"),
         (["serve", "--max-num-seqs", "5x"], "--max-num-seqs"),
         (["serve", "--admission", "maybe"], "--admission"),
+        (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype"),
         (["serve", "a", "b"], "b"),
         (["nonsense"], "nonsense"),
     ],

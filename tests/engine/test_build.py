@@ -1,10 +1,13 @@
-"""The size of the page pool: as told, if there can be memory for it."""
+"""What a configuration becomes: the page pool's size, the form of K and V."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from turnstile.engine.build import pool_pages
+from tiny_models import make_tiny_llama
+from turnstile.engine.build import build_engine, pool_pages
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.machine import total_memory
 
@@ -21,3 +24,16 @@ def test_a_pool_larger_than_all_memory_is_refused_by_name(flag: str) -> None:
     wanted = rf"--{flag.replace('_', '-')} {(fits + 1) * scale} would take [\d.,]+ GiB"
     with pytest.raises(EngineConfigError, match=wanted):
         pool_pages(config, PAGE_BYTES, 1024, "cpu")
+
+
+def test_k_and_v_are_kept_as_asked_and_by_default_like_the_weights(tmp_path: Path) -> None:
+    common = {
+        "model": str(make_tiny_llama(tmp_path / "tiny")), "backend": "reference",
+        "dtype": "float32", "num_pages": 8,
+    }  # fmt: skip
+    plain, half = (
+        build_engine(EngineConfig(**common, kv_cache_dtype=kept), 1, lambda *_: None)[1]
+        for kept in ("auto", "bfloat16")
+    )
+    assert (plain.kv_dtype, half.kv_dtype) == ("float32", "bfloat16")
+    assert half.kv_bytes == plain.kv_bytes / 2

@@ -28,6 +28,7 @@ class SettingsError(ValueError):
 
 ALIASES = {
     "block-size": "page-size",
+    "quantization": "dtype",
     "device-memory-utilization": "gpu-memory-utilization",
     "alias": "served-model-name",
 }

@@ -80,7 +80,7 @@ def load_model(config: EngineConfig, report: Report = lambda stage, fraction: No
     source = resolve(config.model, revision=config.revision)
     weight_format = _weight_format(config, device)
     backend = create_backend(
-        device, weight_format, config.kv_cache_dtype, config.exact, threads, name=name
+        device, weight_format, _kv_format(config), config.exact, threads, name=name
     )
     if backend.name == "native":
         # Its own threads compute; a second pool of spinning ones would only be in their way.
@@ -123,7 +123,7 @@ def _build_real(
         architecture=source.config.family.name,
         vocab_size=source.config.vocab_size,
         kv_bytes=num_pages * page_bytes,
-        kv_dtype=config.kv_cache_dtype or str(getattr(backend, "kv_dtype", "auto")),
+        kv_dtype=_kv_format(config) or model.weight_format,
         weight_format=model.weight_format,
         weight_bytes=source.config.num_parameters * _WEIGHT_BYTES[model.weight_format],
         num_parameters=source.config.num_parameters,
@@ -275,9 +275,14 @@ def _weight_format(config: EngineConfig, device: str) -> str:
     if config.backend != "reference" and "avx512_vnni" in flags:
         from turnstile.kernels import native
 
-        if native.refusal(device, "int8", config.kv_cache_dtype) is None:
+        if native.refusal(device, "int8", _kv_format(config)) is None:
             return "int8"
     return "bfloat16" if "avx512_bf16" in flags else "float32"
+
+
+def _kv_format(config: EngineConfig) -> str | None:
+    """The form of K and V as backends take it; None: that of the weights."""
+    return None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

@@ -24,7 +24,8 @@ class EngineConfig:
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
-    """Form of the weights in memory. `auto` takes what is fastest here and exact."""
+    """Form of the weights in memory (alias --quantization). `auto` takes what is fastest here and
+    exact."""
     device: str = "auto"
     """Where to compute: `cpu`, `cuda`, `cuda:1`; `auto` takes a GPU if there is one."""
     backend: Literal["auto", "native", "reference"] = "auto"
@@ -52,8 +53,8 @@ class EngineConfig:
     """Bytes of the KV pool. Default: a modest share of the memory that is free here."""
     gpu_memory_utilization: float = 0.9
     """Share of a GPU's memory to use, weights included."""
-    kv_cache_dtype: str | None = None
-    """Storage type of K and V. Default: the backend's choice."""
+    kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
+    """Form of K and V in the pages. `auto`: that of the weights."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts for requests that begin alike."""
     admission: Literal["expected", "guaranteed", "unchecked"] = "expected"
