@@ -215,17 +215,17 @@ class ExpectedAdmission(AdmissionPolicy):
         self._tenants: dict[str, OutputLengths] = {}
 
     def remaining(self, sequence: Sequence) -> int:
-        limit = sequence.remaining
-        lengths = self._tenants.get(sequence.request.tenant)
-        if lengths is None:
-            lengths = self._tenants[sequence.request.tenant] = OutputLengths(self.quantile)
-        return max(1, min(limit, lengths.remaining(sequence.num_outputs)))
+        expected = self._lengths_of(sequence.request.tenant).remaining(sequence.num_outputs)
+        return max(1, min(sequence.remaining, expected))
 
     def finished(self, sequence: Sequence) -> None:
-        lengths = self._tenants.get(sequence.request.tenant)
+        self._lengths_of(sequence.request.tenant).add(sequence.num_outputs)
+
+    def _lengths_of(self, tenant: str) -> OutputLengths:
+        lengths = self._tenants.get(tenant)
         if lengths is None:
-            lengths = self._tenants[sequence.request.tenant] = OutputLengths(self.quantile)
-        lengths.add(sequence.num_outputs)
+            lengths = self._tenants[tenant] = OutputLengths(self.quantile)
+        return lengths
 
 
 class UncheckedAdmission(AdmissionPolicy):
