@@ -1,14 +1,16 @@
-"""How many people fit on one GPU: static batches over contiguous memory, up to pages in a batch
-that everybody can enter at every step. Simulated, for hardware by its data sheet.
+"""How many people the same memory holds: static batches over contiguous memory, continuous ones,
+and pages. On the engine here, measured; and on one GPU, simulated by its data sheet.
 
     PYTHONPATH=src python scripts/plot_headline.py --output headline.svg
 
-The same memory, the same promise, the same chat lengths; 95 % of the requests must keep the
-promise. Prints the table; the figure is one SVG file.
+The same bytes of K and V, the same promise and the same lengths within each half; what the halves
+hold cannot be compared with one another. Prints the tables; the figure is one SVG file. The first
+half loads the machine for minutes and wants it for itself.
 """
 
 import argparse
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,7 +19,10 @@ from xml.sax.saxutils import escape
 
 from turnstile.bench.lengths import trace_lengths
 from turnstile.core.settings import SchedulerConfig
-from turnstile.simulate.capacity import Capacity, most_users
+from turnstile.lab.capacity import ATTAINMENT, TRIES
+from turnstile.lab.model import open_model
+from turnstile.lab.parts import capacity as lab
+from turnstile.simulate.capacity import most_users
 from turnstile.simulate.figures import Limits
 from turnstile.simulate.hardware import Roofline, choose_hardware, choose_model
 from turnstile.simulate.load import Load, draw
@@ -25,21 +30,64 @@ from turnstile.simulate.run import Plant
 from turnstile.simulate.setup import Front, Setup
 
 PAGE_SIZE = 16
+STATIC, CONTIGUOUS, PAGED = (
+    "static batches, contiguous memory",
+    "continuous batching, contiguous memory",
+    "continuous batching, pages",
+)
+COLOURS = {STATIC: "#9aa5b1", CONTIGUOUS: "#5b8db8", PAGED: "#1f6f4a"}
+PROMISE = {"ttft": 2000.0, "tpot": 50.0}
+STARTS = {STATIC: 4, CONTIGUOUS: 512, PAGED: 1024}
+"""Users that the search begins with: near what it will find, to spare it some trials."""
 
 
 @dataclass(frozen=True)
 class Bar:
+    """One way to serve, and what it holds."""
+
     label: str
-    plant: Plant
+    users: int
+    tokens_per_second: float | None
 
 
 @dataclass(frozen=True)
-class Promise:
-    label: str
-    limits: Limits
+class Half:
+    """Three bars that can be compared, and what a reader must know of them."""
+
+    title: str
+    promise: str
+    about: str
+    bars: tuple[Bar, ...]
 
 
-def bars(roofline: Roofline, reserved: int) -> list[Bar]:
+# -- measured here --------------------------------------------------------------------------------
+
+
+def measured(processor_time: bool) -> Half:
+    """The three ways on the engine that serves, with the default model."""
+    model = open_model(processor_time=processor_time)
+    bars = []
+    for label, found in zip((STATIC, CONTIGUOUS, PAGED), lab.search(model).values(), strict=True):
+        best = found.best
+        speed = best.figures["output_throughput"] if best else None
+        bars.append(Bar(label, found.users, speed))
+        _tell(f"measured; {label}: {found.users} users")
+    limits, unit = lab.limits_of(model)
+    return Half(
+        f"Measured: {model.describe()}",
+        f"{ATTAINMENT:.0%} of the requests begin within {limits['ttft']:g} {unit} and go on with a "
+        f"token every {limits['tpot']:g} {unit}",
+        f"{lab.MEMORY:,} tokens of K and V, no request longer than {lab.LONGEST}; users ask again "
+        f"at once{'; in seconds of the processor, on one thread' if processor_time else ''}; "
+        f"up to {TRIES} draws of each number.",
+        tuple(bars),
+    )
+
+
+# -- simulated ------------------------------------------------------------------------------------
+
+
+def plants(roofline: Roofline, reserved: int) -> dict[str, Plant]:
     """The three ways to serve, with the same bytes."""
     config = SchedulerConfig(max_num_seqs=1024, max_num_batched_tokens=2048, max_model_len=reserved)
     pages = roofline.num_pages(PAGE_SIZE)
@@ -61,104 +109,131 @@ def bars(roofline: Roofline, reserved: int) -> list[Bar]:
         admission="unchecked",
         scheduler=replace(config, max_num_seqs=min(fit, config.max_num_seqs)),
     )
-    return [
-        Bar("static batches, contiguous memory", Plant(paged, static=True)),
-        Bar("continuous batching, contiguous memory", Plant(contiguous)),
-        Bar("continuous batching, pages", Plant(paged)),
-    ]
+    return {
+        STATIC: Plant(paged, static=True),
+        CONTIGUOUS: Plant(contiguous),
+        PAGED: Plant(paged),
+    }
 
 
-def promises(share: float) -> list[Promise]:
-    return [
-        Promise(
-            "first token within 2 s, then one every 50 ms",
-            Limits({"ttft": 2000.0, "tpot": 50.0}, share),
-        ),
-        Promise("the whole answer within 100 ms a token", Limits({"norm": 100.0}, share)),
-    ]
+def simulated(options: argparse.Namespace) -> Half:
+    """The three ways on hardware by its data sheet."""
+    hardware = choose_hardware(options.hardware)
+    roofline = Roofline(hardware, choose_model(options.model))
+    prompt, output = trace_lengths("lmsys_turn1")
 
+    def make(users: float, number: int) -> Load:
+        count = max(options.requests, 4 * int(users))
+        load = draw("chat", count, prompt, output, 101 + number, max_len=options.reserved)
+        return replace(load, think=options.think).with_users(int(users))
 
-def table(found: Sequence[tuple[Promise, Bar, Capacity]]) -> str:
-    lines = ["| promise | how it serves | users | tok/s | mean batch |", "|---|---|---|---|---|"]
-    for promise, bar, capacity in found:
-        figures = capacity.figures
-        speed = f"{figures['output_throughput']:.0f}" if figures else "–"
-        batch = f"{figures['machine']['mean_batch']:.1f}" if figures else "–"
-        lines.append(
-            f"| {promise.label} | {bar.label} | {capacity.value:.0f} | {speed} | {batch} |"
-        )
-    return "\n".join(lines)
-
-
-def svg(title: str, below: str, found: Sequence[tuple[Promise, Bar, Capacity]]) -> str:
-    """Bars in groups, one group a promise."""
-    colours = ("#9aa5b1", "#5b8db8", "#1f6f4a")
-    width, left, height, gap = 860, 300, 26, 10
-    most = max(capacity.value for _, _, capacity in found) or 1.0
-    parts, y, last = [], 70, ""
-    for number, (promise, bar, capacity) in enumerate(found):
-        if promise.label != last:
-            y += 18 if last else 0
-            parts.append(f'<text x="20" y="{y}" font-weight="bold">{escape(promise.label)}</text>')
-            last, y = promise.label, y + 12
-        length = max(1.0, (width - left - 90) * capacity.value / most)
-        middle = y + height * 0.68
-        colour = colours[number % len(colours)]
-        parts.append(
-            f'<text x="{left - 10}" y="{middle}" text-anchor="end">{escape(bar.label)}</text>'
-            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{height}" fill="{colour}"/>'
-            f'<text x="{left + length + 8:.1f}" y="{middle}">{capacity.value:.0f} users</text>'
-        )
-        y += height + gap
-    parts.append(f'<text x="20" y="{y + 22}" font-size="12" fill="#555">{escape(below)}</text>')
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y + 40}" '
-        f'font-family="sans-serif" font-size="14">'
-        f'<rect width="100%" height="100%" fill="white"/>'
-        f'<text x="20" y="34" font-size="18" font-weight="bold">{escape(title)}</text>'
-        f"{''.join(parts)}</svg>\n"
+    limits = Limits(PROMISE, options.share)
+    bars = []
+    for label, plant in plants(roofline, options.reserved).items():
+        began = time.monotonic()
+        found = most_users(plant, make, limits, start=STARTS[label], tries=3)
+        speed = found.figures["output_throughput"] if found.figures else None
+        bars.append(Bar(label, round(found.value), speed))
+        took = time.monotonic() - began
+        _tell(f"simulated; {label}: {found.value:.0f} users ({took:.0f} s)")
+    tokens = roofline.num_pages(PAGE_SIZE) * PAGE_SIZE
+    return Half(
+        f"Simulated: {options.model} on one {hardware.name.upper()}",
+        f"{options.share:.0%} of the requests begin within {PROMISE['ttft']:g} ms and go on with a "
+        f"token every {PROMISE['tpot']:g} ms",
+        f"An estimate by roofline ({hardware.source}); {tokens:,} tokens of K and V, "
+        f"{options.reserved:,} reserved a request where memory is contiguous; LMSYS lengths, "
+        f"{options.think:g} s between an answer and the next question.",
+        tuple(bars),
     )
+
+
+# -- the figure -----------------------------------------------------------------------------------
+
+
+def table(half: Half) -> str:
+    lines = [
+        half.title,
+        half.promise,
+        "",
+        "| how it serves | users | | tok/s |",
+        "|---|---|---|---|",
+    ]
+    least = half.bars[0].users
+    for bar in half.bars:
+        times = f"{bar.users / least:.1f} ×" if least else "–"
+        speed = f"{bar.tokens_per_second:.0f}" if bar.tokens_per_second else "–"
+        lines.append(f"| {bar.label} | {bar.users:,} | {times} | {speed} |")
+    return "\n".join([*lines, "", half.about, ""])
+
+
+def svg(halves: Sequence[Half]) -> str:
+    """Bars in two groups, each on its own scale."""
+    width, left, height, gap = 900, 300, 26, 10
+    parts, y = [], 62
+    for half in halves:
+        y += 22
+        parts.append(_text(20, y, half.title, 'font-size="15" font-weight="bold"'))
+        parts.append(_text(20, y + 20, half.promise, 'font-size="13"'))
+        y += 32
+        most = max(bar.users for bar in half.bars) or 1
+        for bar in half.bars:
+            length = max(1.0, (width - left - 110) * bar.users / most)
+            middle = y + height * 0.68
+            parts.append(_text(left - 10, middle, bar.label, 'text-anchor="end"'))
+            parts.append(
+                f'<rect x="{left}" y="{y}" width="{length:.1f}" height="{height}" '
+                f'fill="{COLOURS[bar.label]}"/>'
+            )
+            parts.append(_text(left + length + 8, middle, f"{bar.users:,} users"))
+            y += height + gap
+        for line in textwrap.wrap(half.about, 130):
+            y += 16
+            parts.append(_text(20, y - 2, line, 'font-size="12" fill="#555"'))
+        y += 14
+    title = _text(
+        20, 38, "Users that the same memory holds, with the same promise",
+        'font-size="19" font-weight="bold"',
+    )  # fmt: skip
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y + 6}" '
+        'font-family="sans-serif" font-size="14">'
+        '<rect width="100%" height="100%" fill="white"/>'
+        f"{title}{''.join(parts)}</svg>\n"
+    )
+
+
+def _text(x: float, y: float, text: str, style: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hardware", default="h100")
-    parser.add_argument("--model", default="8b")
+    parser.add_argument("--model", default="8b", help="of the simulated half")
     parser.add_argument("--reserved", type=int, default=4096, help="longest context, in tokens")
     parser.add_argument("--think", type=float, default=10.0, help="seconds between two questions")
     parser.add_argument("--requests", type=int, default=1500, help="at least so many a trial")
     parser.add_argument("--share", type=float, default=0.95)
+    parser.add_argument("--only", choices=("measured", "simulated"), help="one of the halves")
+    parser.add_argument(
+        "--processor-time", action="store_true",
+        help="measure in the seconds the processor spends here, on one thread",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, default=Path("headline.svg"))
     options = parser.parse_args()
-    hardware = choose_hardware(options.hardware)
-    roofline = Roofline(hardware, choose_model(options.model))
-    prompt, output = trace_lengths("lmsys_turn1")
-
-    def make(users: int) -> Load:
-        count = max(options.requests, 4 * users)
-        load = draw("chat", count, prompt, output, 101, max_len=options.reserved)
-        return replace(load, think=options.think)
-
-    found = []
-    for promise in promises(options.share):
-        for bar in bars(roofline, options.reserved):
-            began = time.monotonic()
-            capacity = most_users(bar.plant, make, promise.limits, start=256)
-            found.append((promise, bar, capacity))
-            print(
-                f"{promise.label}; {bar.label}: {capacity.value:.0f} users "
-                f"({time.monotonic() - began:.0f} s)",
-                file=sys.stderr,
-            )
-    title = f"Concurrent users, {options.model} on one {hardware.name.upper()}"
-    below = (
-        f"Simulated by roofline, an estimate: {hardware.source}; LMSYS lengths, "
-        f"{options.think:g} s between questions, {options.share:.0%} keep the promise."
-    )
-    options.output.write_text(svg(title, below, found))
-    print(table(found))
-    print(f"\n{below}")
+    halves = []
+    if options.only != "simulated":
+        halves.append(measured(options.processor_time))
+    if options.only != "measured":
+        halves.append(simulated(options))
+    options.output.write_text(svg(halves))
+    print("\n".join(table(half) for half in halves))
     return 0
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

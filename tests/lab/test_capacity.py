@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from turnstile.lab.capacity import Trial, find_capacity, try_users
+from turnstile.lab.capacity import Trial, by_majority, find_capacity, try_users
 from turnstile.lab.continuous import ContinuousServer
 from turnstile.lab.drive import drive
 from turnstile.lab.load import Ask, OpenLoad
@@ -33,6 +33,20 @@ def test_a_machine_that_serves_nobody_holds_nobody() -> None:
 def test_the_search_stops_at_the_most_it_may_try() -> None:
     found = find_capacity(lambda users: trial(users, True), most=20)
     assert found.users == 16
+
+
+@pytest.mark.parametrize(
+    ("kept", "tries"), [([True, True], 2), ([True, False, True], 3), ([False, True, False], 3)]
+)
+def test_a_number_of_users_is_judged_by_most_of_its_trials(kept: list[bool], tries: int) -> None:
+    tried = []
+
+    def attempt(draw: int) -> Trial:
+        tried.append(draw)
+        return trial(8, kept[draw])
+
+    assert by_majority(attempt).kept is (kept.count(True) >= 2)
+    assert tried == list(range(tries))
 
 
 def asks(count: int) -> list[Ask]:

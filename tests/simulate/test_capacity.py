@@ -8,9 +8,9 @@ import pytest
 
 from simulate.machines import arrivals, setup
 from turnstile.bench.lengths import Fixed, Uniform
-from turnstile.simulate.capacity import find_capacity, highest_rate, most_users
+from turnstile.simulate.capacity import by_majority, find_capacity, highest_rate, most_users
 from turnstile.simulate.figures import Figures, Limits
-from turnstile.simulate.load import draw
+from turnstile.simulate.load import Load, draw
 from turnstile.simulate.run import Plant, play, simulate
 
 
@@ -44,21 +44,54 @@ def test_the_most_users_keep_the_limits_and_more_do_not() -> None:
     plant = Plant(setup(max_num_seqs=64, max_num_batched_tokens=256))
     limits = Limits({"tpot": 25.0}, share=0.9)
 
-    def make(users: int) -> object:
-        return draw("fixed", 5 * users, Fixed(20), Fixed(20), 1)
+    def make(users: float, number: int) -> Load:
+        load = draw("fixed", 5 * int(users), Fixed(20), Fixed(20), 1 + number)
+        return load.with_users(int(users))
 
-    found = most_users(plant, make, limits, start=4)  # type: ignore[arg-type]
+    found = most_users(plant, make, limits, start=4)
     # A decode step takes 10 ms and 1 ms a user, and now and then a prompt comes on top.
     assert 4 <= found.value <= 15
     assert found.broken == found.value + 1
 
 
 def test_two_machines_bear_about_twice_the_rate() -> None:
-    load = draw("fixed", 100, Fixed(20), Uniform(5, 15), 1)
+    def make(rate: float, number: int) -> Load:
+        load = draw("fixed", 100, Fixed(20), Uniform(5, 15), 1 + number)
+        return load.with_rate(rate, 1 + number)
+
     limits = Limits({"ttft": 500.0}, share=0.95)
-    one = highest_rate(Plant(setup()), load, limits, 1)
-    two = highest_rate(Plant(setup(), 2, "least-loaded"), load, limits, 1)
+    one = highest_rate(Plant(setup()), make, limits)
+    two = highest_rate(Plant(setup(), 2, "least-loaded"), make, limits)
     assert 1.6 < two.value / one.value < 2.6
+
+
+@pytest.mark.parametrize(
+    ("attained", "tries", "draws", "told"),
+    [
+        ([0.97, 0.96, 0.10], 3, 2, 0.96),
+        ([0.97, 0.10, 0.96], 3, 3, 0.96),
+        ([0.10, 0.97, 0.20], 3, 3, 0.20),
+        ([0.97, 0.10], 2, 2, 0.10),
+        ([0.10], 1, 1, 0.10),
+    ],
+)
+def test_a_load_is_judged_by_most_of_its_draws(
+    attained: list[float], tries: int, draws: int, told: float
+) -> None:
+    drawn = []
+
+    def run(number: int) -> Figures:
+        drawn.append(number)
+        attainment = attained[number]
+        return {"goodput": {"kept": attainment >= 0.95, "attainment": attainment}}
+
+    assert by_majority(run, tries)["goodput"]["attainment"] == told
+    assert drawn == list(range(draws))
+
+
+def test_no_try_at_all_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least once"):
+        by_majority(lambda number: {}, 0)
 
 
 def test_a_router_that_knows_prefixes_saves_prefill() -> None:

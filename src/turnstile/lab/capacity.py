@@ -11,6 +11,8 @@ from turnstile.lab.load import Ask, ClosedLoad
 
 ATTAINMENT = 0.9
 """Share of the requests that must keep every limit."""
+TRIES = 3
+"""Draws of the requests that a number of users is tried with, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +68,25 @@ def try_users(
     run = drive(server, ClosedLoad(asks, users), by_steps=by_steps, seconds=seconds)
     figures = run.figures(limits, by_steps=by_steps, skip=users)
     return Trial(users, figures, run.outputs / max(1, len(run.steps)))
+
+
+def by_majority(attempt: Callable[[int], Trial], tries: int = TRIES) -> Trial:
+    """Try a number of users with other requests each time, until most trials agree whether the
+    limits are kept: one trial near the limit is a throw of dice.
+
+    ``attempt`` serves draw number 0, 1, … of the requests. Returns the trial nearest to the limit
+    among those that agree.
+    """
+    most = tries // 2 + 1
+    tried: dict[bool, list[Trial]] = {True: [], False: []}
+    for draw in range(tries):
+        trial = attempt(draw)
+        tried[trial.kept].append(trial)
+        if len(tried[trial.kept]) == most:
+            break
+    kept = len(tried[True]) >= most
+    nearest = min if kept else max
+    return nearest(tried[kept], key=lambda trial: trial.attainment)
 
 
 def find_capacity(attempt: Callable[[int], Trial], start: int = 4, most: int = 1024) -> Capacity:

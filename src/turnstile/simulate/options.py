@@ -27,7 +27,8 @@ from turnstile.simulate.calibrate import (
     read_calibration,
 )
 from turnstile.simulate.hardware import ModelShape, Roofline, choose_hardware, choose_model
-from turnstile.simulate.load import Load, draw, from_workload, read_trace
+from turnstile.simulate.load import Load, from_workload, read_trace
+from turnstile.simulate.load import draw as drawn
 from turnstile.simulate.run import Plant
 from turnstile.simulate.setup import Front, Setup
 from turnstile.simulate.timing import LinearTiming, finite
@@ -271,18 +272,20 @@ class Loads:
     options: LoadOptions
     max_len: int
 
-    def make(self, least: int = 0) -> Load:
-        """The requests, at least so many where their number is not given."""
-        options = self.options
+    def make(self, least: int = 0, draw: int = 0) -> Load:
+        """The requests, at least so many where their number is not given; drawn for the first
+        time, or anew for ``draw`` 1, 2, ….
+        """
+        options, seed = self.options, self.options.seed + draw
         if options.trace is not None:
             load = read_trace(options.trace, options.requests)
         elif options.workload is not None:
-            load = from_workload(self._workload(least), options.seed)
+            load = from_workload(self._workload(least), seed)
         else:
             prompt, output = self._lengths()
             count = options.requests or max(DEFAULT_REQUESTS, least)
-            load = draw(
-                options.lengths, count, prompt, output, options.seed,
+            load = drawn(
+                options.lengths, count, prompt, output, seed,
                 prefixes=options.prefixes, prefix_tokens=options.prefix_tokens,
                 max_len=self.max_len,
             )  # fmt: skip

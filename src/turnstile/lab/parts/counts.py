@@ -27,8 +27,7 @@ def run(model: LabModel, part: Part) -> None:
         the first to leave gives the pages back, though others still read them, and whoever needs
         room next writes its own K and V there."""
     )
-    pool = uncounted.server.pool
-    stolen = pool.stolen if isinstance(pool, UncountedPool) else 0
+    stolen = _stolen(uncounted)
     differing = wrong(counted.run, uncounted.run)
     part.show(
         Table(
@@ -49,18 +48,29 @@ def run(model: LabModel, part: Part) -> None:
             f"{len(differing)} of {len(asks)} answers are wrong, and nothing has failed.",
             len(differing) > 0 and not uncounted.run.dead,
         )
-        alone = compare(
-            model, (TURNSTILE,), asks, memory_tokens=64 * MEMORY, max_model_len=LONGEST, slots=1
-        )[0]
         part.claim(
             "With counts every answer is the one the request gets on a machine of its own.",
-            alone.run.tokens() == counted.run.tokens(),
+            _alone(model, asks) == counted.run.tokens(),
         )
     part.say(
         """Why: a page that several read is nobody's to give away. The count says when the last one
         has left, and the audit after every step (free, held and cached pages add up; every count is
         the number of page tables that hold the page) would have found the first wrong one."""
     )
+
+
+def _stolen(uncounted: Served) -> int:
+    """Pages that were taken from those who still read them."""
+    pool = uncounted.server.pool
+    return pool.stolen if isinstance(pool, UncountedPool) else 0
+
+
+def _alone(model: LabModel, asks: list[Ask]) -> dict[str, list[int]]:
+    """The answers that the requests get one after the other, with room for all."""
+    [served] = compare(
+        model, (TURNSTILE,), asks, memory_tokens=64 * MEMORY, max_model_len=LONGEST, slots=1
+    )
+    return served.run.tokens()
 
 
 def _wrong_answers(counted: Served, uncounted: Served, differing: dict[str, int]) -> Table:

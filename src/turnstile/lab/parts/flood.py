@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from turnstile.bench.lengths import Fixed, Uniform
 from turnstile.lab.drive import percentile
-from turnstile.lab.load import arriving, make_asks
+from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import FIRST_COME, TURNSTILE
@@ -18,16 +18,9 @@ LONGEST = 64
 
 def run(model: LabModel, part: Part) -> None:
     """A flood, and a guest who asks now and then."""
-    flood = make_asks(
-        Fixed(12), Uniform(12, 36), FLOOD, model.vocab_size, seed=1, name="f", tenant="flood"
-    )
-    guests = make_asks(
-        Fixed(12), Fixed(12), GUESTS, model.vocab_size, seed=2, name="g", tenant="guest"
-    )
-    asks = [*flood, *arriving(guests, [5 + EVERY * i for i in range(GUESTS)])]
     first, fair = compare(
-        model, (FIRST_COME, TURNSTILE), asks, memory_tokens=SLOTS * LONGEST, max_model_len=LONGEST,
-        slots=SLOTS,
+        model, (FIRST_COME, TURNSTILE), _asks(model), memory_tokens=SLOTS * LONGEST,
+        max_model_len=LONGEST, slots=SLOTS,
     )  # fmt: skip
     part.say(
         f"""One tenant sends {FLOOD} requests at once to {SLOTS} slots. Another asks a short
@@ -36,19 +29,7 @@ def run(model: LabModel, part: Part) -> None:
         nothing."""
     )
     part.show(_waits(first, fair))
-    part.show(
-        Plot(
-            "The guest's wait for a first token",
-            "question",
-            "steps",
-            tuple(
-                Series(o.policy.name, range(1, GUESTS + 1), [a.wait for a in o.of("guest")])
-                for o in (first, fair)
-            ),
-            form="bars",
-            labels=tuple(str(i) for i in range(1, GUESTS + 1)),
-        )
-    )
+    part.show(_guests(first, fair))
     shortest = min(a.wait for a in first.of("guest"))
     longest = max(a.wait for a in fair.of("guest"))
     ends = [max(a.end_step for a in outcome.of("flood")) for outcome in (first, fair)]
@@ -64,6 +45,30 @@ def run(model: LabModel, part: Part) -> None:
     part.say(
         """Why: a queue in order of arrival belongs to whoever fills it first. Counting what each
         tenant was given, in tokens, needs no limits and no knowledge of who behaves."""
+    )
+
+
+def _asks(model: LabModel) -> list[Ask]:
+    flood = make_asks(
+        Fixed(12), Uniform(12, 36), FLOOD, model.vocab_size, seed=1, name="f", tenant="flood"
+    )
+    guests = make_asks(
+        Fixed(12), Fixed(12), GUESTS, model.vocab_size, seed=2, name="g", tenant="guest"
+    )
+    return [*flood, *arriving(guests, [5 + EVERY * i for i in range(GUESTS)])]
+
+
+def _guests(first: Served, fair: Served) -> Plot:
+    return Plot(
+        "The guest's wait for a first token",
+        "question",
+        "steps",
+        tuple(
+            Series(o.policy.name, range(1, GUESTS + 1), [a.wait for a in o.of("guest")])
+            for o in (first, fair)
+        ),
+        form="bars",
+        labels=tuple(str(i) for i in range(1, GUESTS + 1)),
     )
 
 

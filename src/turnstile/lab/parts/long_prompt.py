@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from turnstile.bench.lengths import Fixed
 from turnstile.lab.drive import Run
-from turnstile.lab.load import arriving, make_asks
+from turnstile.lab.load import Ask, arriving, make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.parts.common import Served, compare
 from turnstile.lab.policies import TURNSTILE, WHOLE_PROMPTS
@@ -18,13 +18,9 @@ LONGEST = 1280
 
 def run(model: LabModel, part: Part) -> None:
     """The same long prompt, whole and in chunks."""
-    streams = make_asks(Fixed(8), Fixed(64), STREAMS, model.vocab_size, seed=1, name="s")
-    novel = make_asks(Fixed(LONG), Fixed(8), 1, model.vocab_size, seed=2, name="long")
-    short = make_asks(Fixed(8), Fixed(4), 1, model.vocab_size, seed=3, name="short")
-    asks = [*streams, *arriving(novel, [10]), *arriving(short, [10])]
     whole, chunks = compare(
-        model, (WHOLE_PROMPTS, TURNSTILE), asks, memory_tokens=2 * LONGEST, max_model_len=LONGEST,
-        slots=8, budget=BUDGET,
+        model, (WHOLE_PROMPTS, TURNSTILE), _asks(model), memory_tokens=2 * LONGEST,
+        max_model_len=LONGEST, slots=8, budget=BUDGET,
     )  # fmt: skip
     part.say(
         f"""{STREAMS} answers stream when a prompt of {LONG:,} tokens arrives, and right behind it a
@@ -32,18 +28,7 @@ def run(model: LabModel, part: Part) -> None:
         chunks, no step computes more than {BUDGET} tokens, and the short question goes first."""
     )
     part.show(_cost(whole, chunks))
-    part.show(
-        Plot(
-            "Tokens computed in each step",
-            "step",
-            "tokens",
-            tuple(
-                Series(name, range(len(o.run.steps)), [s.computed for s in o.run.steps])
-                for name, o in (("whole", whole), ("chunks", chunks))
-            ),
-            form="steps",
-        )
-    )
+    part.show(_steps(whole, chunks))
     part.claim(
         f"In one piece the prompt is a step of {_largest(whole.run):,} tokens; in chunks no step "
         f"has more than {BUDGET}.",
@@ -59,6 +44,26 @@ def run(model: LabModel, part: Part) -> None:
     part.say(
         """Why: a step takes as long as the tokens in it, for everybody in it. The token budget
         bounds what anybody can do to everybody else."""
+    )
+
+
+def _asks(model: LabModel) -> list[Ask]:
+    streams = make_asks(Fixed(8), Fixed(64), STREAMS, model.vocab_size, seed=1, name="s")
+    novel = make_asks(Fixed(LONG), Fixed(8), 1, model.vocab_size, seed=2, name="long")
+    short = make_asks(Fixed(8), Fixed(4), 1, model.vocab_size, seed=3, name="short")
+    return [*streams, *arriving(novel, [10]), *arriving(short, [10])]
+
+
+def _steps(whole: Served, chunks: Served) -> Plot:
+    return Plot(
+        "Tokens computed in each step",
+        "step",
+        "tokens",
+        tuple(
+            Series(name, range(len(o.run.steps)), [s.computed for s in o.run.steps])
+            for name, o in (("whole", whole), ("chunks", chunks))
+        ),
+        form="steps",
     )
 
 
