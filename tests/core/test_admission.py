@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,10 +11,11 @@ from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler, solo
 from turnstile.core.admission import NeverFitsError, decode_peak
-from turnstile.core.cost import CostModel, StepCost
+from turnstile.core.cost import Coefficients, CostModel, StepCost
 from turnstile.core.entrance import Entrance
 from turnstile.core.events import Admitted
 from turnstile.core.fairness import FairQueue
+from turnstile.core.plan import Chunk, Plan
 from turnstile.core.preemption import choose_victim
 from turnstile.core.request import Request, Sequence
 
@@ -105,6 +108,30 @@ def test_the_cost_model_recovers_the_coefficients() -> None:
         0.1, rel=0.02
     )
     assert model.budget(0.0, decodes, 10_000) == 10
+
+
+def test_pairs_of_decoding_rows_are_told_apart_from_those_of_chunks() -> None:
+    rng = np.random.default_rng(2)
+    apart, together = CostModel(apart=True), CostModel()
+    true = Coefficients(5e-3, 2e-4, 3e-8, 1e-4, 9e-7)
+    for cost in steps(3, 800):
+        cost = cost + StepCost.decoding(int(rng.integers(1, 64)), int(rng.integers(1, 900)))
+        for model in (apart, together):
+            model.observe(cost, true.predict(cost))
+    fit = apart.coefficients
+    assert dataclasses.astuple(fit) == pytest.approx(dataclasses.astuple(true), rel=0.02)
+    assert together.coefficients.epsilon is None
+    decodes = StepCost.decoding(64, 500)
+    assert apart.predict(decodes) == pytest.approx(true.predict(decodes), rel=0.01)
+    assert true.scaled(2.0).predict(decodes) == pytest.approx(2.0 * true.predict(decodes))
+
+
+def test_the_features_of_a_plan_add_up() -> None:
+    sequences = [Sequence(Request(id=str(i), prompt=(1,) * 40, max_tokens=4)) for i in range(3)]
+    chunks = (Chunk(sequences[0], 39, 1, 1), Chunk(sequences[1], 10, 3, 0))
+    both = StepCost.of(Plan(0, chunks))
+    assert both == StepCost(4, 40 + 11 + 12 + 13, 2, 40)
+    assert both == sum((StepCost.of(Plan(0, (c,))) for c in chunks), StepCost(0, 0, 0))
 
 
 def test_coefficients_are_never_negative() -> None:

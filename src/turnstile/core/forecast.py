@@ -139,7 +139,7 @@ class Speed:
     def of(cls, view: EngineView, running: int, context: float, budget: int) -> Speed:
         """With ``running`` samples of ``context`` tokens each, under a token budget."""
         cost = view.cost
-        decode = cost.predict(StepCost(running, int(running * context), running))
+        decode = cost.predict(StepCost.decoding(running, context))
         return cls(decode, cost.beta + cost.gamma * context / 2, max(1, budget - running))
 
     def seconds(self, steps: float, prompt_tokens: float) -> float:

@@ -71,7 +71,7 @@ class StepLoop:
         self._step_seconds = 0.0
         self._step_tokens = 0
         # What a simulator needs to foretell a step's end: the pass and all that is around it.
-        self._turns = StepCostModel()
+        self._turns = StepCostModel(apart=True)
         self._turn_began: float | None = None
 
     @property
@@ -320,4 +320,6 @@ class StepLoop:
 
 def _fitted(model: StepCostModel) -> CostModel:
     fit = model.coefficients
-    return CostModel(fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch)
+    return CostModel(
+        fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch, fit.epsilon
+    )

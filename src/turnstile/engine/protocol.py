@@ -115,8 +115,8 @@ class Row(msgspec.Struct, array_like=True):
 class CostModel(msgspec.Struct, array_like=True, frozen=True):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
-    ``samples`` counts the steps it was fitted to; 0 means cold. ``largest_batch`` is the most
-    sequences one of them had.
+    ``epsilon`` is what a pair of a decoding row costs, None: as any. ``samples`` counts the steps
+    it was fitted to; 0 means cold. ``largest_batch`` is the most sequences one of them had.
     """
 
     alpha: float = 0.0
@@ -125,6 +125,7 @@ class CostModel(msgspec.Struct, array_like=True, frozen=True):
     delta: float = 0.0
     samples: int = 0
     largest_batch: int = 0
+    epsilon: float | None = None
 
 
 class Snapshot(msgspec.Struct, array_like=True):

@@ -88,7 +88,9 @@ def _kv_usage(metrics: Metrics) -> float:
 def _cost(field: str) -> Callable[[Metrics], Labelled]:
     def read(metrics: Metrics) -> Labelled:
         fit: CostModel = getattr(metrics.snapshot, field)
-        return dict(zip(_COSTS, (fit.alpha, fit.beta, fit.gamma, fit.delta), strict=True))
+        decoding = fit.gamma if fit.epsilon is None else fit.epsilon
+        values = (fit.alpha, fit.beta, fit.gamma, fit.delta, decoding)
+        return dict(zip(_COSTS, values, strict=True))
 
     return read
 
@@ -153,7 +155,7 @@ def _tasks() -> float:
         return 0
 
 
-_COSTS = ("step", "token", "query_key_pair", "sequence")
+_COSTS = ("step", "token", "query_key_pair", "sequence", "decode_pair")
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _STATES = tuple(state.value for state in EngineState)
 _REASONS = tuple(reason.value for reason in WaitReason)
@@ -229,7 +231,8 @@ GROUPS: dict[str, tuple[Series, ...]] = {
         Series(kind="counter", name="bad_rows", help="Rows that ended in an error, such as NaN.",
                read=_total("bad_rows")),
         Series(kind="gauge", name="step_cost_seconds",
-               help="Fitted cost of a forward pass: per step, token, query-key pair and sequence.",
+               help="Fitted cost of a forward pass: per step, token, query-key pair, sequence, and "
+               "query-key pair of a sequence that decodes.",
                read=_cost("cost"), label="per", values=_COSTS),
         Series(kind="gauge", name="turn_cost_seconds",
                help="The same of whole turns of the loop, with planning and messages.",

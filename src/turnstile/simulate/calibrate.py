@@ -19,7 +19,13 @@ FORMAT = "turnstile-calibration-1"
 ENOUGH = 200
 """Steps a fit should have seen."""
 
-_PARTS = {"alpha": "step", "beta": "token", "gamma": "query_key_pair", "delta": "sequence"}
+_PARTS = {
+    "alpha": "step",
+    "beta": "token",
+    "gamma": "query_key_pair",
+    "delta": "sequence",
+    "epsilon": "decode_pair",
+}
 
 
 class CalibrationError(ValueError):
@@ -63,6 +69,13 @@ class Calibration:
         if self.largest_batch:
             text += f"{' of' if self.samples else '; with'} up to {self.largest_batch} sequences"
         return text
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Calibration:
+        """Undo :func:`dataclasses.asdict`. Raises :class:`ValueError` where it makes no sense."""
+        coefficients = finite(Coefficients(**content["coefficients"]))
+        front = Front(**content["front"])
+        return cls(**content | {"coefficients": coefficients, "front": front})
 
     def write(self, path: Path) -> None:
         """Keep it for :func:`read_calibration`."""
@@ -187,8 +200,6 @@ def read_calibration(path: Path) -> Calibration:
     if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
         raise CalibrationError(f"{path} is no calibration ({FORMAT}).")
     try:
-        content["coefficients"] = finite(Coefficients(**content["coefficients"]))
-        content["front"] = Front(**content["front"])
-        return Calibration(**content)
+        return Calibration.of(content)
     except (KeyError, TypeError, ValueError) as error:
         raise CalibrationError(f"{path}: {error}") from None

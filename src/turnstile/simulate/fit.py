@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from turnstile.core.cost import Coefficients
 from turnstile.simulate.calibrate import Calibration, CalibrationError, calibrated
 from turnstile.simulate.figures import Figures
 from turnstile.simulate.load import Load
@@ -28,6 +27,7 @@ SEEN: tuple[tuple[tuple[str, ...], float], ...] = (
     (("ttft_ms", "p99"), 0.5),
     (("itl_ms", "p50"), 1.0),
     (("itl_ms", "p99"), 0.5),
+    (("queue_ms", "p50"), 1.0),
     (("e2el_ms", "p50"), 1.0),
     (("e2el_ms", "p99"), 0.5),
 )
@@ -95,12 +95,9 @@ def fit_front(
     """
 
     def apply(parameters: Parameters) -> Calibration:
-        fit, pace = known.coefficients, parameters["pace"]
         return replace(
             known,
-            coefficients=Coefficients(
-                fit.alpha * pace, fit.beta * pace, fit.gamma * pace, fit.delta * pace
-            ),
+            coefficients=known.coefficients.scaled(parameters["pace"]),
             spread=parameters["spread"],
             front=Front(parameters["per_request"], parameters["delivery"], parameters["per_row"]),
         )

@@ -186,9 +186,9 @@ class Roofline:
     @property
     def coefficients(self) -> Coefficients:
         """At a batch for which reading the weights takes as long as computing."""
-        return Coefficients(
-            self.hardware.launch + self._read_weights, self._token, self._read_kv, self.hardware.row
-        )
+        hardware = self.hardware
+        start = hardware.launch + self._read_weights
+        return Coefficients(start, self._token, self._pair, hardware.row, self._read_kv)
 
     def seconds(self, work: Work, step: int) -> float:
         hardware = self.hardware

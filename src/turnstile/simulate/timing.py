@@ -56,6 +56,7 @@ class Work:
             self.decodes + self.chunk_tokens,
             self.decode_context + self.chunk_pairs,
             self.decodes + self.chunks,
+            self.decode_context,
         )
 
 
@@ -149,6 +150,7 @@ def finite(coefficients: Coefficients) -> Coefficients:
         "beta": coefficients.beta,
         "gamma": coefficients.gamma,
         "delta": coefficients.delta,
+        "epsilon": coefficients.epsilon or 0.0,
     }
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
