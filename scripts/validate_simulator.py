@@ -2,10 +2,15 @@
 
 Starts real servers, sends six loads of at least 500 requests each, every one of them twice (the
 difference is the run-to-run spread), simulates the same loads with what the first run has taught,
-and writes a table. One command, about a quarter of an hour on two cores:
+and writes a table. One command, about sixteen minutes on two cores:
 
     PYTHONPATH=src python scripts/validate_simulator.py --output check.md --docs docs/simulator.md
+
+``--raw raw.json`` keeps what was measured; ``--replay raw.json`` simulates it again without a
+server, after a change of the simulator say. Nothing is ever fitted to any but the first run.
 """
+
+from __future__ import annotations
 
 import argparse
 import asyncio
@@ -17,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +49,7 @@ from turnstile.simulate.run import Plant, play
 SEED = 101
 KEYS = ("flooding-tenant", "quiet-tenant")
 START_S = 120.0
+RAW = "turnstile-simulator-check-1"
 # what is compared: label, where it is, how far off it may be
 ROWS = (
     ("output tok/s", ("output_throughput",), 0.05),
@@ -198,6 +204,32 @@ def _preemptions(case: Case, url: str) -> float:
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured, and what the server had learned of itself after the first run."""
+
+    when: str
+    cores: int
+    requests: int
+    rate: float
+    """Of the Poisson arrivals."""
+    known: Calibration
+    runs: dict[str, list[dict[str, Any]]]
+    """Figures of each run, by the name of its case."""
+
+    def write(self, path: Path, simulated: dict[str, Any] | None = None) -> None:
+        content = asdict(self) | ({"simulated": simulated} if simulated else {})
+        path.write_text(json.dumps({"format": RAW} | content, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        content = json.loads(path.read_text())
+        if content.pop("format", None) != RAW:
+            raise SystemExit(f"{path} is no file of --raw.")
+        content.pop("simulated", None)
+        return cls(**content | {"known": Calibration.of(content["known"])})
+
+
 # -- the simulated ones ---------------------------------------------------------------------------
 
 
@@ -231,7 +263,8 @@ def simulated_run(case: Case, known: Calibration) -> dict[str, Any]:
     pages = int(case.flags[1]) if "--num-pages" in case.flags else known.engine["num_pages"]
     setup = calibrated(replace(known, engine=known.engine | {"num_pages": pages}))
     load = load_of(case)
-    journal = play(Plant(setup), load)
+    # The real ones were asked right after their start: their schedulers had all to learn.
+    journal = play(Plant(replace(setup, learns_cost=True)), load)
     figures = measure(journal, load, setup.num_pages, None)
     figures["preemptions"] = figures["machine"]["preemptions"]
     return figures
@@ -286,15 +319,17 @@ def _at(figures: Any, path: tuple[str, ...]) -> float | None:
     return figures
 
 
-def table(outcomes: list[Outcome], known: Calibration, size: int, off: float) -> str:
+def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: float) -> str:
     fit, front = known.coefficients, known.front
+    decoding = fit.gamma if fit.epsilon is None else fit.epsilon
     rounds = max(len(outcome.real) for outcome in outcomes)
-    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
     lines = [
-        f"{size} requests a run, {rounds} runs of each load, {when} UTC, {os.cpu_count()} cores, "
+        f"{measured.requests} requests a run, {rounds} runs of each load, measured "
+        f"{measured.when} UTC, {measured.cores} cores, "
         "client on the same cores. Calibrated on the first W1 run only: "
         f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
-        f"{fit.gamma * 1e9:.1f} ns a query-key pair, {fit.delta * 1e6:.1f} µs a sequence, "
+        f"{fit.gamma * 1e9:.1f} ns a query-key pair ({decoding * 1e9:.1f} of a row that decodes), "
+        f"{fit.delta * 1e6:.1f} µs a sequence, "
         f"scatter {known.spread:.0%}; {front.per_request * 1e3:.2f} ms a request at the door, "
         f"{front.delivery * 1e3:.2f} ms and {front.per_row * 1e6:.0f} µs a row to the client "
         f"(what is left of the first run: {off:.1%}).",
@@ -342,21 +377,26 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=8170)
     parser.add_argument("--requests", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=2, help="times each load is sent")
-    parser.add_argument("--budget", type=float, default=840.0, help="seconds for everything")
+    parser.add_argument("--budget", type=float, default=960.0, help="seconds for everything")
     parser.add_argument("--output", type=Path, default=Path("simulator-check.md"))
     parser.add_argument("--docs", type=Path, help="document to put the table into as well")
     parser.add_argument("--raw", type=Path, help="JSON file for all figures")
+    parser.add_argument("--replay", type=Path, help="a file of --raw: simulate, measure nothing")
     options = parser.parse_args()
-    ends = time.monotonic() + options.budget
-    outcomes, known, off = run_all(options, ends)
-    text = table(outcomes, known, options.requests, off)
+    if options.replay:
+        measured = Measured.read(options.replay)
+    else:
+        measured = measure_all(options, time.monotonic() + options.budget)
+        if options.raw:
+            measured.write(options.raw)
+    outcomes, known, off = simulate_all(measured)
+    text = table(outcomes, known, measured, off)
     options.output.write_text(text)
     print(text)
     if options.docs:
         put_into(options.docs, text)
     if options.raw:
-        raw = {o.case.name: {"real": o.real, "simulated": o.simulated} for o in outcomes}
-        options.raw.write_text(json.dumps(raw, indent=1))
+        measured.write(options.raw, {o.case.name: o.simulated for o in outcomes})
         known.write(options.raw.with_suffix(".calibration.json"))
     return 0 if all(v.right for o in outcomes for v in o.verdicts()) else 1
 
@@ -364,51 +404,64 @@ def main() -> int:
 FITTING_S = 90.0
 
 
-def run_all(options: argparse.Namespace, ends: float) -> tuple[list[Outcome], Calibration, float]:
-    """All real runs, as long as there is time; then everything simulated."""
-    log = options.output.with_suffix(".log")
+def measure_all(options: argparse.Namespace, ends: float) -> Measured:
+    """All real runs, as long as there is time: every load once, then every load again, so that a
+    machine that is slower for a while shows in the spread.
+    """
     ends -= FITTING_S
-    first = cases(options.requests, 1.0)[0]
     text_seeds = iter(range(time.time_ns() % 10**9, 2 * 10**9))
+    runs: dict[str, list[dict[str, Any]]] = {}
+    known: Calibration | None = None
+    planned = cases(options.requests, 1.0)
+    with contextlib.ExitStack() as servers:
+        log = options.output.with_suffix(".log")
+        urls: dict[tuple[str, ...], str] = {}
+        for case in planned:
+            if case.flags not in urls:
+                server = serving(options.model, options.port + len(urls), case.flags, log)
+                urls[case.flags] = servers.enter_context(server)
+        for _ in range(options.rounds):
+            for number in range(len(planned)):
+                if time.monotonic() > ends:
+                    break
+                case = planned[number]
+                url = urls[case.flags]
+                figures = told_run(case, url, next(text_seeds), max(10.0, ends - time.monotonic()))
+                if figures is not None:
+                    runs.setdefault(case.name, []).append(figures)
+                if known is None:
+                    if figures is None:
+                        raise SystemExit("The first run did not end: there is nothing to learn.")
+                    known = ask_server(url)
+                    rate = 0.8 * figures["request_throughput"]
+                    planned = cases(options.requests, rate)
+    assert known is not None
+    when = time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+    return Measured(when, os.cpu_count() or 0, options.requests, rate, known, runs)
 
-    def measured(case: Case, url: str) -> dict[str, Any] | None:
-        """Figures of a run, None where it did not end as it should: said, and left out."""
-        began = time.monotonic()
-        figures = real_run(case, url, next(text_seeds), max(10.0, ends - began))
-        lost = figures["incomplete"] + figures["failed"]
-        _tell(
-            f"{case.name}: {figures['output_throughput']:.0f} tok/s, "
-            f"{figures['completed']} completed, {lost} not, {time.monotonic() - began:.0f} s"
-            + (f" ({figures['reasons']})" if figures["reasons"] else "")
-        )
-        return None if lost else figures
 
-    def add(outcome: Outcome, url: str) -> None:
-        if time.monotonic() < ends:
-            figures = measured(outcome.case, url)
-            if figures is not None:
-                outcome.real.append(figures)
+def told_run(case: Case, url: str, text_seed: int, limit: float) -> dict[str, Any] | None:
+    """Figures of a run, None where it did not end as it should: said, and left out."""
+    began = time.monotonic()
+    figures = real_run(case, url, text_seed, limit)
+    lost = figures["incomplete"] + figures["failed"]
+    _tell(
+        f"{case.name}: {figures['output_throughput']:.0f} tok/s, "
+        f"{figures['completed']} completed, {lost} not, {time.monotonic() - began:.0f} s"
+        + (f" ({figures['reasons']})" if figures["reasons"] else "")
+    )
+    return None if lost else figures
 
-    with serving(options.model, options.port, first.flags, log) as url:
-        taught = measured(first, url)
-        if taught is None:
-            raise SystemExit("The first run did not end: there is nothing to learn from.")
-        known = ask_server(url)
-        planned = cases(options.requests, 0.8 * taught["request_throughput"])
-        outcomes = [Outcome(case) for case in planned]
-        outcomes[0].real.append(taught)
-        plain = [outcome for outcome in outcomes if not outcome.case.flags]
-        for number in range(options.rounds):
-            for outcome in plain[1:] if number == 0 else plain:
-                add(outcome, url)
-    for outcome in outcomes:
-        if outcome.case.flags:
-            with serving(options.model, options.port, outcome.case.flags, log) as url:
-                for _ in range(options.rounds):
-                    add(outcome, url)
+
+def simulate_all(measured: Measured) -> tuple[list[Outcome], Calibration, float]:
+    """Everything once more, with what the first run has taught."""
+    planned = cases(measured.requests, measured.rate)
     _tell("fitting what is around the engine to the first run")
-    fitted, off = fit_front(known, load_of(first), taught)
-    outcomes = [outcome for outcome in outcomes if outcome.real]
+    first = planned[0]
+    fitted, off = fit_front(measured.known, load_of(first), measured.runs[first.name][0])
+    outcomes = [
+        Outcome(case, measured.runs[case.name]) for case in planned if case.name in measured.runs
+    ]
     for outcome in outcomes:
         _tell(f"simulating {outcome.case.name}")
         outcome.simulated = simulated_run(outcome.case, fitted)

@@ -13,9 +13,12 @@ from hypothesis import strategies as st
 from simulate.machines import arrivals, setup
 from turnstile.core.cost import Coefficients
 from turnstile.core.events import Preempted
+from turnstile.core.plan import Plan
+from turnstile.simulate.clock import Clock
 from turnstile.simulate.journal import Journal
 from turnstile.simulate.load import Load, Tenant
 from turnstile.simulate.machine import TurnstileMachine
+from turnstile.simulate.routing import ROUTERS
 from turnstile.simulate.run import Plant, play
 from turnstile.simulate.setup import Front, Setup
 from turnstile.simulate.timing import LinearTiming, ScatteredTiming
@@ -66,6 +69,7 @@ def setups(draw: st.DrawFn) -> Setup:
         max_num_batched_tokens=draw(st.sampled_from([16, 40])),
         target_itl=draw(st.sampled_from([None, 0.015])),
         min_chunk=4,
+        learns_cost=draw(st.booleans()),
     )
 
 
@@ -85,7 +89,8 @@ def step_through(machine: TurnstileMachine, *batches: range) -> tuple[list[Any],
         for index in batch:
             machine.journal.due[index] = now
             machine.submit(index, now)
-        while (end := machine.begin(now)) is not None:
+        # Until now: no step may be skipped, for each of them is looked at.
+        while (end := machine.begin(now, until=now)) is not None:
             now = end
             machine.complete(now)
             machine.scheduler.audit()
@@ -117,6 +122,23 @@ def test_a_sequence_that_only_decodes_is_not_looked_at() -> None:
     assert len(planned) >= 900
     # The prompt, its way into a page, and the last token: not 900.
     assert looked_at < 8 * 10
+
+
+def test_steps_of_sleepers_alone_are_not_planned() -> None:
+    load = arrivals(*[(0.0, 8, 900)] * 8, (5.0, 8, 4))
+    machines = [TurnstileMachine(setup(page_size=64), load, Journal(9), fast=f) for f in (1, 0)]
+    planned: list[Plan] = []
+    plan = machines[0].scheduler.plan
+    machines[0].scheduler.plan = lambda now: planned.append(p := plan(now)) or p  # type: ignore
+    for machine in machines:
+        clock = Clock(load, [machine], ROUTERS["round-robin"](load), machine.journal)
+        clock.run()
+        machine.scheduler.audit()
+    fast, plain = machines
+    assert everything(fast.journal) == everything(plain.journal)
+    assert fast.scheduler.statistics == plain.scheduler.statistics
+    assert fast.journal.steps > 900
+    assert len(planned) < 30
 
 
 def test_weights_whose_sums_round_are_not_fast_forwarded() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
@@ -35,23 +36,24 @@ class Clock:
         self._order = 0
         self._busy = [False] * len(machines)
         self._next = 0
+        self._following = math.inf
+        """When the next request of an open loop arrives."""
 
     def run(self, tell: Callable[[int], None] | None = None) -> None:
         """Go to the end. ``tell`` is called now and then with the number of arrivals so far."""
         self._first_arrivals()
         heap = self._heap
-        due = self.load.due
-        count = len(self.load)
-        following = float(due[0]) if due is not None else float("inf")
-        while heap or following != float("inf"):
-            if heap and heap[0][0] < following:
+        due = self.load.due.tolist() if self.load.due is not None else []
+        count = len(due)
+        self._following = due[0] if due else math.inf
+        while heap or self._following != math.inf:
+            if heap and heap[0][0] < self._following:
                 time, kind, _, index, machine = heapq.heappop(heap)
                 self._happen(kind, time, index, machine)
                 continue
-            assert due is not None
-            self._arrive(self._next, following)
+            self._arrive(self._next, self._following)
             self._next += 1
-            following = float(due[self._next]) if self._next < count else float("inf")
+            self._following = due[self._next] if self._next < count else math.inf
             if tell is not None and self._next % 10_000 == 0:
                 tell(self._next)
 
@@ -86,7 +88,8 @@ class Clock:
         self._push(self.machines[machine].accept(index, now), _SEEN, index, machine)
 
     def _begin(self, machine: int, now: float) -> None:
-        end = self.machines[machine].begin(now)
+        until = min(self._following, self._heap[0][0]) if self._heap else self._following
+        end = self.machines[machine].begin(now, until)
         self._busy[machine] = end is not None
         if end is not None:
             self._push(end, _STEP, -1, machine)

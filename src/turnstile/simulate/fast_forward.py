@@ -3,7 +3,8 @@
 A sequence that decodes gets one token a step: until its next page border and its end, all that
 changes is that it is longer. Here such a sequence *sleeps*: it is left out of the plan, and what it
 missed is made up when somebody looks (admission, preemption) or when its page is full. A step then
-costs O(what changes in it) instead of O(batch).
+costs O(what changes in it) instead of O(batch), and one in which all sleep is not even planned
+(:meth:`FastForward.skip`).
 
     awake ──commit: it decodes, in the middle of a page──▶ asleep ──▶ page full: published, and
       ▲                                                      │        the next one taken; sleeps on
@@ -137,7 +138,8 @@ class FastForward(Scheduler):
     def asleep(self) -> StepCost:
         """What those asleep add to the step that was just planned."""
         count = len(self._asleep)
-        return StepCost(count, self._context + count, count)
+        context = self._context + count
+        return StepCost(count, context, count, context)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -164,12 +166,7 @@ class FastForward(Scheduler):
         return super()._decode_chunks(now)
 
     def _spent(self, decodes: list[Chunk]) -> StepCost:
-        awake, asleep = super()._spent(decodes), self.asleep
-        return StepCost(
-            awake.tokens + asleep.tokens,
-            awake.query_context + asleep.query_context,
-            awake.batch + asleep.batch,
-        )
+        return super()._spent(decodes) + self.asleep
 
     def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
         tenants = {s.request.tenant for s in behind}
@@ -182,6 +179,7 @@ class FastForward(Scheduler):
         """Commit the plan, and the step of those asleep, who are not in what is returned."""
         asleep = self.asleep
         progress = super().commit(plan, outcomes, now, 0.0)
+        self.cost.observe(StepCost.of(plan) + asleep, seconds)
         self._clock += 1
         self._context += asleep.batch
         self.statistics.generated_tokens += asleep.batch
@@ -195,12 +193,49 @@ class FastForward(Scheduler):
             draws=stepped.draws + asleep.batch,
             seconds=seconds,
         )
-        for members in self._tenants.values():
-            self._charge(members)
-        self._publish_full(now)
+        self._commit_asleep(now)
         for chunk in plan.chunks:
             self._try_sleep(chunk.sequence)
         return progress
+
+    # -- steps of those asleep alone --------------------------------------------------------------
+
+    @property
+    def steady(self) -> bool:
+        """Whether the next step is of those asleep alone: nobody is awake, nobody's last token
+        comes, nobody waits who could start.
+        """
+        return (
+            bool(self._asleep)
+            and not self._awake
+            and self._clock not in self._last_at
+            and (not self.num_waiting or self.slots.free <= 0)
+            and not self._ended
+        )
+
+    def skip(self, now: float, seconds: float) -> bool:
+        """Plan and commit a :attr:`steady` step that ends at ``now``, in one; with a deadline to
+        watch or too few pages it must be planned, and nothing is done: False.
+        """
+        growing = self._page_at.get(self._clock, ())
+        if len(growing) > self.pool.num_available or len(self._deadlines):
+            return False
+        for sequence in self._kept(self._page_at):
+            self.pool.append(sequence.table)
+        cost = self.asleep
+        self.cost.observe(cost, seconds)
+        self.statistics.steps += 1
+        self.statistics.generated_tokens += cost.batch
+        self.statistics.computed_tokens += cost.batch
+        self._clock += 1
+        self._context += cost.batch
+        self._commit_asleep(now)
+        return True
+
+    def _commit_asleep(self, now: float) -> None:
+        for members in self._tenants.values():
+            self._charge(members)
+        self._publish_full(now)
 
     def _charge(self, members: dict[Sequence, None]) -> None:
         """A token for each of a tenant's sleepers, on the tenant's account."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 from turnstile.core.admission import NeverFitsError, check_lengths
@@ -34,8 +35,10 @@ class Machine(Protocol):
     def submit(self, index: int, now: float) -> bool:
         """The engine sees a request. True if it was refused."""
 
-    def begin(self, now: float) -> float | None:
-        """Start a step; returns when it will end, None if there is nothing to do."""
+    def begin(self, now: float, until: float = math.inf) -> float | None:
+        """Start a step; returns when it will end, None if there is nothing to do. Steps that end
+        before ``until``, when something comes from outside, may be taken at once.
+        """
 
     def complete(self, now: float) -> list[tuple[int, float]]:
         """End the step; returns which requests are over, and when their clients know."""
@@ -74,6 +77,7 @@ class TurnstileMachine:
         self._free_at = 0.0
         self._inbox: list[int] = []
         self._plan = Plan(0, ())
+        self._seconds = 0.0
         self._told_at = 0.0
 
     # -- the door ---------------------------------------------------------------------------------
@@ -130,27 +134,45 @@ class TurnstileMachine:
 
     # -- the step ---------------------------------------------------------------------------------
 
-    def begin(self, now: float) -> float | None:
+    def begin(self, now: float, until: float = math.inf) -> float | None:
         for index in self._inbox:
             self._enter(index, now)
         self._inbox.clear()
         scheduler = self.scheduler
         if not scheduler.has_work:
             return None
+        if isinstance(scheduler, FastForward) and self.door is None:
+            now = self._skip(scheduler, now, until)
         plan = self._plan = scheduler.plan(now)
         asleep = self._asleep()
         if not plan and not asleep.batch:
             return None
         work = Work(asleep.batch, asleep.query_context).add(plan)
-        seconds = self.setup.timing.seconds(work, plan.step)
+        seconds = self._seconds = self.setup.timing.seconds(work, plan.step)
         self.journal.step(seconds, work, scheduler.pool.num_held)
         return now + seconds
+
+    def _skip(self, scheduler: FastForward, now: float, until: float) -> float:
+        """Take the steps in which everybody sleeps; returns when the last of them has ended."""
+        journal, timing, front = self.journal, self.setup.timing, self.setup.front
+        while scheduler.steady:
+            cost = scheduler.asleep
+            work = Work(cost.batch, cost.query_context)
+            seconds = timing.seconds(work, scheduler.statistics.steps)
+            end = now + seconds
+            if not end < until or not scheduler.skip(end, seconds):
+                break
+            journal.step(seconds, work, scheduler.pool.num_held)
+            told = max(end + front.delivery + front.per_row * cost.batch, self._told_at)
+            journal.gap(told - self._told_at, cost.batch)
+            self._told_at, now = told, end
+        return now
 
     def complete(self, now: float) -> list[tuple[int, float]]:
         plan, scheduler = self._plan, self.scheduler
         outcomes = [self._draw(chunk) for chunk in plan.chunks]
         steady = self._asleep().batch
-        progress = scheduler.commit(plan, outcomes, now)
+        progress = scheduler.commit(plan, outcomes, now, self._seconds)
         front = self.setup.front
         told = now + front.delivery + front.per_row * (len(progress) + steady)
         told = max(told, self._told_at)

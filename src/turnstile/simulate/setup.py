@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from turnstile.core.cost import CostModel
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
 from turnstile.core.gate import Gate, GateConfig
 from turnstile.core.pages import PagePool
@@ -51,6 +52,10 @@ class Setup:
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     front: Front = field(default_factory=Front)
+    learns_cost: bool = False
+    """The scheduler learns what steps cost as they pass, as in the server, where its budgets depend
+    on that; otherwise it knows from the start.
+    """
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
     max_queue_wait: float | None = None
@@ -98,5 +103,5 @@ class Setup:
             self.scheduler,
             *self.parts(),
             prefix_caching=self.prefix_caching,
-            cost=KnownCost(self.timing.coefficients),
+            cost=CostModel() if self.learns_cost else KnownCost(self.timing.coefficients),
         )

@@ -9,6 +9,7 @@ come, and a batch that is not full when the machine is free starts after ``patie
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from turnstile.core.admission import NeverFitsError, check_lengths
@@ -65,7 +66,7 @@ class StaticMachine:
         self._queue.append(index)
         return False
 
-    def begin(self, now: float) -> float | None:
+    def begin(self, now: float, until: float = math.inf) -> float | None:
         if not self._batch and not self._fill(now):
             return None if not self._queue else self._wait(now)
         rows, step = len(self._batch), self._step
