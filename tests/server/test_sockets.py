@@ -264,6 +264,36 @@ def test_uploads_together_take_a_bounded_amount_of_memory(serve: Serve) -> None:
     asyncio.run(test())
 
 
+def test_uploads_of_one_tenant_leave_room_for_another(serve: Serve) -> None:
+    async def test() -> None:
+        config = {"max_body_size": 10_000, "api_key": ["key-a", "key-b"]}
+        async with serve(config=config) as served, listening(served) as port:
+            head = (
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer key-%b\r\n"
+                b"content-type: application/json\r\ncontent-length: 10000\r\n\r\n"
+            )
+            held = []
+            for _ in range(8):
+                raw = Raw(*await asyncio.open_connection("127.0.0.1", port))
+                raw.writer.write(head % b"a" + b" " * 9_990)
+                held.append(raw)
+            await until(lambda: served.service.bodies.held == 8 * 9_990)
+            body = b'{"prompt": "hi", "max_tokens": 1}'
+            for key, status in ((b"a", b"429"), (b"b", b"200")):
+                raw = Raw(*await asyncio.open_connection("127.0.0.1", port))
+                raw.writer.write(head % key + body + b" " * (10_000 - len(body)))
+                answer = await raw.until(b"\r\n\r\n")
+                assert answer.startswith(b"HTTP/1.1 " + status)
+                assert (b"retry-after: 1" in answer) == (status == b"429")
+                held.append(raw)
+            for raw in held:
+                raw.reset()
+            await until(lambda: served.service.bodies.held == 0)
+            assert not served.service.bodies.by_tenant
+
+    asyncio.run(test())
+
+
 @pytest.mark.parametrize("head", [b"x: " + b"a" * 1000 + b"\r\n", b"a" * 1000])
 def test_a_head_without_end_is_refused(serve: Serve, head: bytes) -> None:
     async def test() -> None:
@@ -299,7 +329,8 @@ def test_a_head_that_does_not_come_is_cut_off(
             for start in (b"", b"GET /health HTTP/1.1\r\nho"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(start)
-                assert await asyncio.wait_for(reader.read(), 5) == b""
+                answer = await asyncio.wait_for(reader.read(), 5)
+                assert answer.startswith(b"HTTP/1.1 408") if start else answer == b""
                 writer.close()
             # A stream that lasts longer than that is none of the timer's business.
             served.engine.delay = 0.01

@@ -2,9 +2,12 @@ import json
 import random
 import subprocess
 import sys
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +19,7 @@ from turnstile.text.grammar import (
     GrammarCompiler,
     GrammarState,
     check_grammar,
+    is_checked,
     mask_words,
     unpack_mask,
 )
@@ -231,6 +235,18 @@ def chain(length: int) -> str:
 def test_a_grammar_that_would_kill_its_compiler_kills_another_process(grammar: str) -> None:
     with pytest.raises(GrammarError, match="too complex"):
         check_grammar(grammar)
+
+
+def test_a_check_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr("turnstile.text.grammar_checker.__file__", str(sleeper))
+    unwanted = threading.Event()
+    threading.Timer(0.1, unwanted.set).start()
+    with pytest.raises(GrammarError, match="nobody waits"):
+        check_grammar("never seen before", unwanted)
+    assert not is_checked("never seen before")
+    assert not psutil.Process().children()
 
 
 def test_what_the_checker_passes_leaves_the_engine_s_stack_room(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 
 from turnstile.server.errors import ApiError
 
@@ -17,20 +18,29 @@ class BodyLimits:
         Most bytes of a body.
     together
         Most bytes of all bodies that are being read at a moment.
+    each
+        Most of them of one tenant.
     seconds
         How long a client may take to send one.
-    held
+    by_tenant
         Bytes of the bodies being read now.
     """
 
     one: int
     together: int
+    each: int
     seconds: float
-    held: int = 0
+    by_tenant: Counter[str] = field(default_factory=Counter)
 
-    def take(self, num_bytes: int, so_far: int) -> None:
+    @property
+    def held(self) -> int:
+        """Bytes of all bodies being read now."""
+        return self.by_tenant.total()
+
+    def take(self, num_bytes: int, so_far: int, tenant: str) -> None:
         """Count a piece of a body of which ``so_far`` bytes are there. Raises :class:`ApiError`
-        413, or 503 where other clients' uploads have taken the memory.
+        413, 503 where other clients' uploads have taken the memory, or 429 where the tenant's own
+        have taken its part.
         """
         if so_far > self.one:
             raise too_large(self.one)
@@ -42,7 +52,21 @@ class BodyLimits:
                 kind="overloaded",
                 retry_after=1.0,
             )
-        self.held += num_bytes
+        if self.by_tenant[tenant] + num_bytes > self.each:
+            raise ApiError(
+                429,
+                f"{tenant} may send {self.each} bytes at once, and this request would be more. "
+                "Try again in a moment.",
+                code="rate_limit_exceeded",
+                retry_after=1.0,
+            )
+        self.by_tenant[tenant] += num_bytes
+
+    def give_back(self, num_bytes: int, tenant: str) -> None:
+        """So much of the tenant's bodies is no longer in memory."""
+        self.by_tenant[tenant] -= num_bytes
+        if not self.by_tenant[tenant]:
+            del self.by_tenant[tenant]
 
 
 def too_large(limit: int) -> ApiError:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnstile.server.completions import make_head, make_wishes
@@ -14,21 +15,18 @@ from turnstile.server.gate import knock
 from turnstile.server.generation import Answer, Order, make_jobs
 from turnstile.server.grammar import grammar_field, grammar_of
 from turnstile.server.json_body import decode
-from turnstile.server.model import ServedModel
-from turnstile.server.parameters import deadline_of, make_params, priority_of
-from turnstile.server.prompts import (
-    TokenizedPrompt,
-    off_loop,
-    refuse_giant,
-    refuse_hopeless,
-    truncate,
-)
+from turnstile.server.parameters import deadline_of, make_params, priority_of, wanted_tokens
+from turnstile.server.prompts import TokenizedPrompt, truncate
+from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
 from turnstile.server.usage import Record
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
+
+_LOOKED_AT = 10_000
+"""Parts of messages whose lengths are added up on the event loop: a millisecond or two."""
 
 
 async def chat_completions(service: Service, exchange: Exchange) -> None:
@@ -49,7 +47,7 @@ async def _prepare(service: Service, exchange: Exchange) -> Answer:
     params = make_params(request, model, config)
     priority = priority_of(request, exchange.tenant)
     knock(gate, exchange.tenant, priority, params.n, service.clock())
-    deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
+    deadline = deadline_of(request.timeout, exchange, config)
     wishes = make_wishes(
         request,
         logprobs=bool(request.logprobs),
@@ -57,9 +55,10 @@ async def _prepare(service: Service, exchange: Exchange) -> Answer:
         default_interval=config.stream_interval,
     )
     async with ends_by(deadline):
-        params.grammar = await grammar_of(request)
+        params.grammar = await grammar_of(request, service.checks, exchange.tenant)
+        reader = service.reader(model, exchange.tenant)
         rendered = await render_chat(
-            request, model, len(body), trust=config.trust_request_chat_template
+            request, reader, len(body), trust=config.trust_request_chat_template
         )
     order = Order(
         prompts=[TokenizedPrompt(rendered.token_ids)],
@@ -84,9 +83,13 @@ async def render(service: Service, exchange: Exchange) -> None:
     request = decode(body, ChatRequest)
     exchange.watch()
     model.check_name(request.model)
-    rendered = await render_chat(
-        request, model, len(body), trust=config.trust_request_chat_template
-    )
+    async with ends_by(deadline_of(request.timeout, exchange, config)):
+        rendered = await render_chat(
+            request,
+            service.reader(model, exchange.tenant),
+            len(body),
+            trust=config.trust_request_chat_template,
+        )
     await exchange.respond_json(
         {
             "prompt": rendered.text,
@@ -98,7 +101,7 @@ async def render(service: Service, exchange: Exchange) -> None:
 
 
 async def render_chat(
-    request: ChatRequest, model: ServedModel, size: int, *, trust: bool
+    request: ChatRequest, reader: Reader, size: int, *, trust: bool
 ) -> ChatPrompt:
     """Text and ids of a conversation that came in a body of ``size`` bytes.
 
@@ -107,8 +110,9 @@ async def render_chat(
     """
     _refuse_unsupported(request, trust=trust)
     if request.truncate_prompt_tokens is None:
-        chars = await off_loop(size, lambda: _characters(request.messages))
-        refuse_hopeless(chars, model)
+        wanted = wanted_tokens(request)
+        chars = _characters(request.messages, _LOOKED_AT)
+        reader.refuse_hopeless(chars, "messages", 1 if wanted is None else wanted)
     continues = bool(request.continue_final_message)
     chat = ChatInput(
         messages=request.messages,
@@ -118,19 +122,20 @@ async def render_chat(
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )
-    prompt = await encode_chat(chat, model, size)
-    ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, model)
+    prompt = await encode_chat(chat, reader, size)
+    ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, reader.model)
     return ChatPrompt(prompt.text, ids)
 
 
-async def encode_chat(chat: ChatInput, model: ServedModel, size: int) -> ChatPrompt:
+async def encode_chat(chat: ChatInput, reader: Reader, size: int) -> ChatPrompt:
     """Render and tokenize, in a thread where a body of ``size`` bytes makes it long.
 
     The whole body counts: a template may render any of it, and all of it is looked through.
     """
-    refuse_giant(size, model, "messages")
+    reader.refuse_giant(size, "messages")
+    encode = reader.model.chat.encode
     try:
-        prompt = await off_loop(size, lambda: model.chat.encode(chat))
+        prompt = await reader.off_loop(size, lambda: encode(chat))
     except MessageError as error:
         param = re.sub(r"\[(\w+)\]", r".\1", error.param) if error.param else None
         raise bad_request(_sentence(error), param) from None
@@ -148,17 +153,21 @@ def _sentence(error: Exception) -> str:
     return text if text.endswith((".", "!", "?")) else text + "."
 
 
-def _characters(messages: Sequence[Mapping[str, Any]]) -> int:
-    """Characters of the contents of messages: no more than the bytes the tokenizer will see."""
-    total = 0
+def _characters(messages: Sequence[Mapping[str, Any]], most: int) -> int:
+    """Characters of the first ``most`` parts of messages: the tokenizer will see at least as many
+    bytes.
+    """
+    return sum(map(len, itertools.islice(_texts(messages), most)))
+
+
+def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """One text for every part of every message, empty where it has none."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else (content,):
             if isinstance(part, dict):
                 part = part.get("refusal" if part.get("type") == "refusal" else "text")
-            if isinstance(part, str):
-                total += len(part)
-    return total
+            yield part if isinstance(part, str) else ""
 
 
 def _refuse_unsupported(request: ChatRequest, *, trust: bool) -> None:

@@ -43,11 +43,14 @@ async def _prepare(service: Service, exchange: Exchange) -> Answer:
     keep = _best_of(request, params.n)
     if keep is not None:
         params.n, params.logprobs = request.best_of or params.n, params.logprobs or 0
-    deadline = deadline_of(request, exchange.header(b"x-request-timeout"), exchange.started, config)
+    deadline = deadline_of(request.timeout, exchange, config)
     async with ends_by(deadline):
-        params.grammar = await grammar_of(request)
+        params.grammar = await grammar_of(request, service.checks, exchange.tenant)
         prompts = await completion_prompts(
-            request, model, n=params.n, max_choices=config.max_choices
+            request,
+            service.reader(model, exchange.tenant),
+            n=params.n,
+            max_choices=config.max_choices,
         )
     order = Order(
         prompts=prompts,

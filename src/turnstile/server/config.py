@@ -12,7 +12,10 @@ class ConfigError(ValueError):
 
 
 _LEAST: dict[float, tuple[str, ...]] = {
-    1: ("max_choices", "default_max_tokens", "stream_interval", "keep_alive_timeout"),
+    1: (
+        "max_text_size", "max_choices", "default_max_tokens", "stream_interval",
+        "keep_alive_timeout",
+    ),
     0.001: ("body_timeout", "stalled_reader_timeout", "default_timeout"),
     0: (
         "max_stop_strings", "max_logprobs", "max_num_queued_reqs", "max_num_queued_tokens",
@@ -48,6 +51,9 @@ class ServerConfig:
     """Most bytes of a request body; more is answered 413 before anything is parsed."""
     body_timeout: float = 30.0
     """Seconds a client has to send its request body."""
+    max_text_size: int | None = None
+    """Most characters of a conversation, and of text that is cut or only counted. Default: 16 for
+    each token of the context, at least 1048576."""
     max_stop_strings: int = 16
     """Most stop strings of a request."""
     max_logprobs: int = 20

@@ -18,6 +18,7 @@ import msgspec
 from turnstile.server.body import BodyLimits, too_large
 from turnstile.server.cors import header
 from turnstile.server.errors import ApiError, Headers
+from turnstile.server.sse import COMMENT, KEEP_ALIVE
 from turnstile.server.tenants import Tenant
 
 JSON = b"application/json"
@@ -52,6 +53,7 @@ class Exchange:
 
     __slots__ = (
         "_body_comes",
+        "_body_wanted",
         "_held",
         "_limits",
         "_receive",
@@ -74,6 +76,7 @@ class Exchange:
         self.scope = scope
         self._receive = receive
         self._body_comes = True
+        self._body_wanted = False
         self._limits: BodyLimits | None = None
         self._held = 0
         self._send = send
@@ -139,6 +142,7 @@ class Exchange:
             ) from None
 
     async def _read(self, limits: BodyLimits) -> bytes:
+        self._body_wanted = True
         pieces: list[bytes] = []
         while True:
             message = await self._receive()
@@ -146,7 +150,7 @@ class Exchange:
                 self.disconnected = True
                 raise asyncio.CancelledError
             piece = message.get("body", b"")
-            limits.take(len(piece), self._held + len(piece))
+            limits.take(len(piece), self._held + len(piece), self.tenant.name)
             self._held += len(piece)
             pieces.append(piece)
             if not message.get("more_body", False):
@@ -156,7 +160,7 @@ class Exchange:
     def release_body(self) -> None:
         """The request's body, and what was made of it, is no longer in memory."""
         if self._limits is not None:
-            self._limits.held -= self._held
+            self._limits.give_back(self._held, self.tenant.name)
             self._held = 0
 
     def watch(self) -> None:
@@ -191,11 +195,23 @@ class Exchange:
     ) -> None:
         """Answer in one piece."""
         self.unwatch()
-        if status >= 400 and self._closes:
+        head: Headers = []
+        if status != 204:
+            head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
+        head += headers or []
+        if self._waits_to_send:
+            # Whether the body still comes is the client's choice: what follows could be either.
+            head.append((b"connection", b"close"))
+        elif status >= 400 and self._closes:
             await self._discard_body()
-        length = (b"content-length", b"%d" % len(body))
-        await self._start(status, [(b"content-type", content_type), length, *(headers or [])])
+        await self._start(status, head)
         await self._send({"type": "http.response.body", "body": body})
+
+    @property
+    def _waits_to_send(self) -> bool:
+        """Whether the client holds its body back until it is asked for, and it never was."""
+        expects = (self.header(b"expect") or b"").lower() == b"100-continue"
+        return expects and not self._body_wanted and self.scope.get("http_version") != "1.0"
 
     @property
     def _closes(self) -> bool:
@@ -221,6 +237,7 @@ class Exchange:
 
     async def start_stream(self) -> None:
         """Send the head of an event stream."""
+        self.scope[COMMENT] = KEEP_ALIVE
         await self._start(
             200,
             [

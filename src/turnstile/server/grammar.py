@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.schemas import GenerationRequest
+from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
 from turnstile.text.errors import GrammarError
 from turnstile.text.grammar_request import (
@@ -14,12 +17,16 @@ from turnstile.text.grammar_request import (
 
 _JSON_OBJECT = json_object()
 
-CHECKS = Threads("turnstile-grammar", number=2, most=32, what="new grammars")
-"""Each check may take seconds of a processor; two at once leave the others to the model."""
+
+def check_threads() -> Threads:
+    """The threads that wait for checks of new grammars. Each may take seconds of a processor; two
+    at once leave the others to the model.
+    """
+    return Threads("turnstile-grammar", number=2, most=32, heavy=1, what="new grammars")
 
 
-async def grammar_of(request: GenerationRequest) -> str | None:
-    """The constraint on the output, or None.
+async def grammar_of(request: GenerationRequest, checks: Threads, tenant: Tenant) -> str | None:
+    """The constraint on the output, or None. A new one is checked in the turn of ``tenant``.
 
     A grammar is compiled once before it is accepted, off the event loop and in a process of its
     own, so that one that cannot be honoured is a 400 and not a failure later. Raises
@@ -34,21 +41,25 @@ async def grammar_of(request: GenerationRequest) -> str | None:
             param = "structured_outputs"
             grammar = grammar_of_structured_outputs(request.structured_outputs)
         if grammar is not None:
-            await _check(grammar)
+            await _check(grammar, checks, tenant)
     except GrammarError as error:
         raise _refusal(error, param) from None
     return grammar
 
 
-async def _check(grammar: str) -> None:
+async def _check(grammar: str, checks: Threads, tenant: Tenant) -> None:
     from turnstile.text.grammar import check_grammar, is_checked  # numpy: only where it is wanted
 
     if grammar == _JSON_OBJECT:
         return  # ours, and the one asked for most
     if is_checked(grammar):
         check_grammar(grammar)  # those who send what is known wait for nobody
-    else:
-        await CHECKS.run(1, lambda: check_grammar(grammar))
+        return
+    gone = threading.Event()
+    try:
+        await checks.run(1, lambda: check_grammar(grammar, gone), tenant)
+    finally:
+        gone.set()
 
 
 def grammar_field(request: GenerationRequest) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineClient
@@ -23,6 +23,7 @@ from turnstile.server.histogram import (
     Histogram,
     token_bounds,
 )
+from turnstile.server.threads import Threads
 from turnstile.server.trails import Part, RequestLog, RequestTrail
 from turnstile.server.usage import Record
 
@@ -71,6 +72,8 @@ class Metrics:
         self.model_name = ""
         self.info: EngineInfo | None = None
         self.gate: Gate | None = None
+        self.threads: Mapping[str, Threads] = {}
+        """Where requests are read, by the kind of work."""
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.responses: Counter[str] = Counter()
         self.in_flight = 0

@@ -8,6 +8,7 @@ from turnstile.engine.params import SamplingParams, check_length
 from turnstile.models.generation import GenerationDefaults
 from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, bad_request, unsupported
+from turnstile.server.exchange import Exchange
 from turnstile.server.model import ServedModel
 from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from turnstile.server.tenants import MOST_PRIORITY, Tenant
@@ -162,44 +163,39 @@ def final_max_tokens(
     return room if default is None else min(default, room)
 
 
-def context_error(prompt_tokens: int, limit: int, wanted: int) -> ApiError:
+def context_error(prompt_tokens: int, limit: int, wanted: int, where: str = "prompt") -> ApiError:
     """400 for a prompt that leaves no room for its output."""
     return ApiError(
         400,
         f"The context is {limit} tokens, but the request needs {prompt_tokens + wanted}: "
         f"{prompt_tokens} for the prompt and {wanted} for the output. Shorten the prompt or lower "
         "max_tokens.",
-        param="max_tokens" if prompt_tokens < limit else "prompt",
+        param="max_tokens" if prompt_tokens < limit else where,
         code="context_length_exceeded",
         extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},
     )
 
 
-def deadline_of(
-    request: GenerationRequest,
-    header: bytes | None,
-    started: float,
-    config: ServerConfig,
-) -> float | None:
+def deadline_of(timeout: float | None, exchange: Exchange, config: ServerConfig) -> float | None:
     """When the request must have ended, on ``time.monotonic()``'s clock.
 
     The body's ``timeout`` wins over the header ``x-request-timeout``; both are seconds.
     """
-    timeout = request.timeout
+    where = "timeout"
+    header = exchange.header(b"x-request-timeout")
     if timeout is None and header is not None:
+        where = "x-request-timeout"
         try:
             timeout = float(header)
         except ValueError:
-            raise bad_request("x-request-timeout is not a number of seconds.") from None
+            raise bad_request(f"{where} is not a number of seconds.", where) from None
     if timeout is None:
         timeout = config.default_timeout
     if timeout is None:
         return None
     if not math.isfinite(timeout) or not 0 < timeout <= _MAX_TIMEOUT:
-        raise bad_request(
-            f"timeout must be above 0 and at most {_MAX_TIMEOUT:.0f} seconds.", "timeout"
-        )
-    return started + timeout
+        raise bad_request(f"{where} must be above 0 and at most {_MAX_TIMEOUT:.0f} seconds.", where)
+    return exchange.started + timeout
 
 
 def priority_of(request: GenerationRequest, tenant: Tenant) -> int:

@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
-from turnstile.server.errors import ApiError, bad_request
+from turnstile.server.errors import bad_request
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import context_error, wanted_tokens
+from turnstile.server.reader import HEAVY_CHARS, Reader
 from turnstile.server.schemas import CompletionRequest, Prompt
-from turnstile.server.threads import Threads
-
-T = TypeVar("T")
-
-OFF_LOOP_CHARS = 16_384
-"""Work on longer text than this happens in a thread: probes and streams must not wait for it."""
-
-TEXTS = Threads("turnstile-text", number=2, most=16 * 2**20, what="long texts")
-"""Weighed in characters: one body of the default largest size, or hundreds of long prompts."""
-
-LEAST_GIANT = 2**20
-GIANT_PER_TOKEN = 16
-"""Longer text than the one, and than so many characters for each token of the context, is refused
-where it need not fit the context. A million characters take 0.4 s and 110 MB (SmolLM2).
-"""
 
 
 @dataclass(slots=True)
@@ -34,16 +19,6 @@ class TokenizedPrompt:
 
     ids: list[int]
     text: str | None = None
-
-
-async def off_loop(chars: int, work: Callable[[], T]) -> T:
-    """Do ``work`` on ``chars`` characters: here where they are few, else in a thread.
-
-    Raises :class:`ApiError` 503 where too much is waiting for the threads.
-    """
-    if chars <= OFF_LOOP_CHARS:
-        return work()
-    return await TEXTS.run(chars, work)
 
 
 def check_choices(num_prompts: int, n: int, most: int) -> None:
@@ -55,7 +30,7 @@ def check_choices(num_prompts: int, n: int, most: int) -> None:
 
 
 async def completion_prompts(
-    request: CompletionRequest, model: ServedModel, *, n: int, max_choices: int
+    request: CompletionRequest, reader: Reader, *, n: int, max_choices: int
 ) -> list[TokenizedPrompt]:
     """Tokenize and check every prompt of a completion, all or none.
 
@@ -65,35 +40,83 @@ async def completion_prompts(
     prompts = _as_list(request.prompt)
     # Before anything looks at the prompts: a body can hold millions of tiny ones.
     check_choices(len(prompts), n, max_choices)
-    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-    if request.truncate_prompt_tokens is None:
-        for text in texts:
-            refuse_hopeless(len(text.encode("utf-8", "surrogatepass")), model)
-    else:
-        refuse_giant(sum(map(len, texts)), model, "prompt")
-    add_special = request.add_special_tokens is not False
-    tokenizer = model.tokenizer
-    encoded = await off_loop(
-        sum(map(len, texts)),
-        lambda: tokenizer.encode_batch(texts, add_special_tokens=add_special),
-    )
-    remaining = iter(encoded)
+    encoded = await _encode_texts(request, prompts, reader)
+    model = reader.model
     done: list[TokenizedPrompt] = []
     for place, prompt in enumerate(prompts):
-        where = "prompt" if len(prompts) == 1 else f"prompt.{place}"
+        where = _name(place, prompts)
         if isinstance(prompt, str):
-            ids: list[int] = next(remaining)
+            ids = encoded[place]
         else:
             ids = prompt
-            if request.truncate_prompt_tokens is None and len(ids) > model.max_model_len:
-                raise context_error(len(ids), model.max_model_len, wanted_tokens(request) or 1)
-            await off_loop(len(ids), partial(check_ids, ids, model.vocab_size, where))
+            _refuse_overlong(ids, where, request, model)
+            await reader.off_loop(len(ids), partial(check_ids, ids, model.vocab_size, where))
         if not ids:
             raise bad_request(f"{where} is empty; send at least one token.", where)
         kept = truncate(ids, request.truncate_prompt_tokens, model)
         whole = isinstance(prompt, str) and len(kept) == len(ids)
         done.append(TokenizedPrompt(kept, str(prompt) if whole else None))
     return done
+
+
+def _name(place: int, prompts: Sequence[object]) -> str:
+    return "prompt" if len(prompts) == 1 else f"prompt.{place}"
+
+
+async def _encode_texts(
+    request: CompletionRequest, prompts: Sequence[str | list[int]], reader: Reader
+) -> dict[int, list[int]]:
+    """The ids of those prompts that are texts, by their places.
+
+    Each piece of the work takes a turn of its own, and the first prompt that does not fit ends it.
+    """
+    texts = {place: prompt for place, prompt in enumerate(prompts) if isinstance(prompt, str)}
+    if request.truncate_prompt_tokens is None:
+        for place, text in texts.items():
+            size = len(text.encode("utf-8", "surrogatepass"))
+            reader.refuse_hopeless(size, _name(place, prompts), _output(request))
+    else:
+        reader.refuse_giant(sum(map(len, texts.values())), "prompt")
+    encode = partial(
+        reader.model.tokenizer.encode_batch,
+        add_special_tokens=request.add_special_tokens is not False,
+    )
+    encoded: dict[int, list[int]] = {}
+    for places in _pieces(texts):
+        piece = [texts[place] for place in places]
+        ids = await reader.off_loop(sum(map(len, piece)), partial(encode, piece))
+        encoded.update(zip(places, ids, strict=True))
+        for place in places:
+            _refuse_overlong(encoded[place], _name(place, prompts), request, reader.model)
+    return encoded
+
+
+def _pieces(texts: dict[int, str]) -> Iterator[list[int]]:
+    """The places of texts, in groups that make no thread busy for long; a long text is alone."""
+    places: list[int] = []
+    chars = 0
+    for place, text in texts.items():
+        if places and chars + len(text) > HEAVY_CHARS:
+            yield places
+            places, chars = [], 0
+        places.append(place)
+        chars += len(text)
+    if places:
+        yield places
+
+
+def _output(request: CompletionRequest) -> int:
+    """The least output the request is about: none where it only scores its prompt."""
+    wanted = wanted_tokens(request)
+    return 1 if wanted is None else wanted
+
+
+def _refuse_overlong(
+    ids: Sequence[int], where: str, request: CompletionRequest, model: ServedModel
+) -> None:
+    """Raise :class:`ApiError` 400 for a prompt longer than the context, where it is not cut."""
+    if request.truncate_prompt_tokens is None and len(ids) > model.max_model_len:
+        raise context_error(len(ids), model.max_model_len, _output(request), where)
 
 
 def _as_list(prompt: Prompt | None) -> Sequence[str | list[int]]:
@@ -119,34 +142,6 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
         shown = str(wrong) if abs(wrong) < 10**20 else "a huge number"
         raise bad_request(
             f"{where}.{place}: {shown} is no token id; ids go from 0 to {vocab_size - 1}.", where
-        )
-
-
-def refuse_hopeless(num_bytes: int, model: ServedModel) -> None:
-    """Raise :class:`ApiError` 400 for text that cannot fit, before any time goes into it."""
-    least = model.tokenizer.min_tokens(num_bytes)
-    limit = model.max_model_len
-    if least >= limit:
-        raise ApiError(
-            400,
-            f"The prompt is {num_bytes} bytes, which is at least {least} tokens; the context is "
-            f"{limit} tokens, the output included. Shorten the prompt.",
-            param="prompt",
-            code="context_length_exceeded",
-            extra={"n_prompt_tokens": least, "n_ctx": limit},
-        )
-
-
-def refuse_giant(size: int, model: ServedModel, where: str) -> None:
-    """Raise :class:`ApiError` 400 for text that need not fit, because it is cut or only counted,
-    and is so long that it would hold up others and take hundreds of megabytes.
-    """
-    most = max(LEAST_GIANT, GIANT_PER_TOKEN * model.max_model_len)
-    if size > most:
-        raise bad_request(
-            f"{where} is {size} characters long; at most {most} are taken, whatever is cut off "
-            "later. Send it in pieces.",
-            where,
         )
 
 

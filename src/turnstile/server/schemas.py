@@ -120,6 +120,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = True
     continue_final_message: bool | None = False
     chat_template_kwargs: dict[str, Any] | None = None
+    timeout: float | None = None
+    """Seconds after which the request is refused (header: ``x-request-timeout``)."""
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
@@ -127,3 +129,5 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True):
 
     tokens: list[int]
     model: str | None = None
+    timeout: float | None = None
+    """Seconds after which the request is refused (header: ``x-request-timeout``)."""

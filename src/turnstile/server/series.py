@@ -115,6 +115,16 @@ def _calibration(field: str) -> Callable[[Metrics], Labelled]:
     return read
 
 
+def _reading(field: str) -> Callable[[Metrics], Labelled]:
+    def read(metrics: Metrics) -> Labelled:
+        return {
+            work: float(getattr(metrics.threads[work], field)) if metrics.threads else 0.0
+            for work in _WORK
+        }
+
+    return read
+
+
 def _engine_states(metrics: Metrics) -> Labelled:
     return {state.value: float(metrics.engine.state is state) for state in EngineState}
 
@@ -160,6 +170,7 @@ _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _STATES = tuple(state.value for state in EngineState)
 _REASONS = tuple(reason.value for reason in WaitReason)
 _QUANTITIES = ("wait", "ttft")
+_WORK = ("text", "grammar")
 
 # -- the table --------------------------------------------------------------------------------
 
@@ -178,6 +189,12 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                values=("capacity", "deferred"), vllm="num_requests_waiting_by_reason"),
         Series(kind="gauge", name="waiting_tokens", help="Prompt tokens that wait to be computed.",
                read=_now("waiting_tokens")),
+        Series(kind="gauge", name="reading_waiting",
+               help="Texts to tokenize, and new grammars to check, that wait for a thread.",
+               read=_reading("waiting"), label="work", values=_WORK),
+        Series(kind="counter", name="reading_refused",
+               help="Those that were refused because too many waited.",
+               read=_reading("refused"), label="work", values=_WORK),
         Series(kind="gauge", name="requests_in_flight", help="HTTP requests being answered.",
                read=lambda metrics: metrics.in_flight),
         Series(kind="gauge", name="api_tasks",

@@ -20,9 +20,12 @@ from turnstile.server.cors import Cors
 from turnstile.server.errors import ApiError, model_loading, shutting_down
 from turnstile.server.exchange import Exchange
 from turnstile.server.gate import Gate, make_gate, view_of
+from turnstile.server.grammar import check_threads
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
+from turnstile.server.reader import Reader, text_threads
 from turnstile.server.sse import KEEP_ALIVE
+from turnstile.server.tenants import Tenant
 from turnstile.server.trace import Trace
 from turnstile.server.trails import RequestLog
 from turnstile.server.usage import Record
@@ -66,11 +69,14 @@ class Service:
         self.clock = clock
         self.keys = KeyRing.of(config)
         self.cors = Cors(config.allowed_origins)
+        together = _BODIES_AT_ONCE * config.max_body_size
+        # Without keys there are no others to leave room for, or nobody can tell them apart.
+        each = together if self.keys.open else together // 2
         self.bodies = BodyLimits(
-            one=config.max_body_size,
-            together=_BODIES_AT_ONCE * config.max_body_size,
-            seconds=config.body_timeout,
+            one=config.max_body_size, together=together, each=each, seconds=config.body_timeout
         )
+        self.texts = text_threads()
+        self.checks = check_threads()
         self.phase = Phase.LOADING
         self.model: ServedModel | None = None
         self.gate: Gate | None = None
@@ -80,6 +86,7 @@ class Service:
         self.requests = RequestLog()
         self.requests.observer = self.trace = trace
         self.metrics = Metrics(engine, self.requests, clock)
+        self.metrics.threads = {"text": self.texts, "grammar": self.checks}
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}
@@ -120,6 +127,10 @@ class Service:
         if self.phase is Phase.LOADING or self.model is None or self.gate is None:
             raise model_loading()
         return self.model, self.gate
+
+    def reader(self, model: ServedModel, tenant: Tenant) -> Reader:
+        """Who reads the texts of a request of ``tenant``."""
+        return Reader(model, tenant, self.texts, self.config.max_text_size)
 
     @property
     def alive(self) -> bool:

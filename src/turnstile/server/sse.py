@@ -11,6 +11,8 @@ import msgspec
 
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
+COMMENT = "turnstile.comment"
+"""Key in a request's scope: bytes its stream may carry between two pieces without a meaning."""
 
 encode = msgspec.json.Encoder().encode
 

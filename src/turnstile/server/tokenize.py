@@ -6,9 +6,12 @@ from turnstile.server.chat import encode_chat
 from turnstile.server.errors import bad_request
 from turnstile.server.exchange import Exchange
 from turnstile.server.json_body import decode
-from turnstile.server.prompts import check_ids, off_loop, refuse_giant
+from turnstile.server.parameters import deadline_of
+from turnstile.server.prompts import check_ids
+from turnstile.server.reader import Reader
 from turnstile.server.schemas import DetokenizeRequest, TokenizeRequest
 from turnstile.server.service import Service
+from turnstile.server.threads import ends_by
 from turnstile.text.chat import ChatInput
 
 _MOST_IDS = 1 << 20
@@ -22,28 +25,13 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     request = decode(body, TokenizeRequest)
     exchange.watch()
     model.check_name(request.model)
-    tokenizer = model.tokenizer
-    if (request.prompt is None) == (request.messages is None):
-        raise bad_request("Send either prompt or messages.", "prompt")
-    if request.prompt is not None:
-        text = request.prompt
-        refuse_giant(len(text), model, "prompt")
-        add_special = request.add_special_tokens is not False
-        ids = await off_loop(
-            len(text), lambda: tokenizer.encode(text, add_special_tokens=add_special)
-        )
-    else:
-        continues = bool(request.continue_final_message)
-        chat = ChatInput(
-            messages=request.messages or [],
-            add_generation_prompt=request.add_generation_prompt is not False and not continues,
-            continue_final_message=continues,
-            variables=request.chat_template_kwargs or {},
-        )
-        ids = (await encode_chat(chat, model, len(body))).token_ids
+    reader = service.reader(model, exchange.tenant)
     strings = None
-    if request.return_token_strs:
-        strings = await off_loop(len(ids), lambda: [tokenizer.token_string(i) for i in ids])
+    async with ends_by(deadline_of(request.timeout, exchange, service.config)):
+        ids = await _ids_of(request, reader, len(body))
+        if request.return_token_strs:
+            token_string = model.tokenizer.token_string
+            strings = await reader.off_loop(len(ids), lambda: [token_string(i) for i in ids])
     await exchange.respond_json(
         {
             "count": len(ids),
@@ -54,16 +42,43 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     )
 
 
+async def _ids_of(request: TokenizeRequest, reader: Reader, size: int) -> list[int]:
+    """The ids of what is in a body of ``size`` bytes."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("Send either prompt or messages.", "prompt")
+    if request.prompt is not None:
+        text = request.prompt
+        reader.refuse_giant(len(text), "prompt")
+        encode = reader.model.tokenizer.encode
+        add_special = request.add_special_tokens is not False
+        return await reader.off_loop(
+            len(text), lambda: encode(text, add_special_tokens=add_special)
+        )
+    continues = bool(request.continue_final_message)
+    chat = ChatInput(
+        messages=request.messages or [],
+        add_generation_prompt=request.add_generation_prompt is not False and not continues,
+        continue_final_message=continues,
+        variables=request.chat_template_kwargs or {},
+    )
+    return (await encode_chat(chat, reader, size)).token_ids
+
+
 async def detokenize(service: Service, exchange: Exchange) -> None:
     """Text of token ids."""
     model, _ = service.require_model()
     request = decode(await exchange.json_body(service.bodies), DetokenizeRequest)
     exchange.watch()
     model.check_name(request.model)
-    if len(request.tokens) > _MOST_IDS:
-        raise bad_request(
-            f"tokens has {len(request.tokens)} ids; at most {_MOST_IDS} are taken.", "tokens"
-        )
-    check_ids(request.tokens, model.vocab_size, "tokens")
-    text = await off_loop(len(request.tokens), lambda: model.tokenizer.decode(request.tokens))
+    ids = request.tokens
+    if len(ids) > _MOST_IDS:
+        raise bad_request(f"tokens has {len(ids)} ids; at most {_MOST_IDS} are taken.", "tokens")
+
+    def read() -> str:
+        check_ids(ids, model.vocab_size, "tokens")
+        return model.tokenizer.decode(ids)
+
+    reader = service.reader(model, exchange.tenant)
+    async with ends_by(deadline_of(request.timeout, exchange, service.config)):
+        text = await reader.off_loop(len(ids), read)
     await exchange.respond_json({"prompt": text})

@@ -12,6 +12,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections import OrderedDict
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 Int32Array = npt.NDArray[np.int32]
 
 _WALL_SECONDS = 30.0
+_POLL_SECONDS = 0.2
+_UNWANTED = "nobody waits for the verdict any more"
 _TOO_COMPLEX = (
     "the schema or grammar is too complex: compiling it takes too much time, memory or depth"
 )
@@ -36,18 +39,21 @@ _verdicts: OrderedDict[str, str | None] = OrderedDict()
 _verdicts_lock = threading.Lock()
 
 
-def check_grammar(grammar: str) -> None:
+def check_grammar(grammar: str, unwanted: threading.Event | None = None) -> None:
     """Compile a grammar in a process of its own, once; the verdict is remembered.
 
     Takes some 100 ms the first time, and a process: call it off the event loop and few at once,
-    unless :func:`is_checked`. Raises :class:`GrammarError` with the compiler's complaint, or
-    where compiling takes too much time, memory or depth.
+    unless :func:`is_checked`. The process is ended soon after ``unwanted`` is set. Raises
+    :class:`GrammarError` with the compiler's complaint, or where compiling takes too much time,
+    memory or depth.
     """
     with _verdicts_lock:
         known = grammar in _verdicts
         complaint = _verdicts.get(grammar)
     if not known:
-        complaint = _complaint_about(grammar)
+        complaint = _complaint_about(grammar, unwanted or threading.Event())
+        if complaint is _UNWANTED:
+            raise GrammarError(_UNWANTED)
     with _verdicts_lock:
         _verdicts[grammar] = complaint
         _verdicts.move_to_end(grammar)
@@ -62,19 +68,24 @@ def is_checked(grammar: str) -> bool:
     return grammar in _verdicts
 
 
-def _complaint_about(grammar: str) -> str | None:
+def _complaint_about(grammar: str, unwanted: threading.Event) -> str | None:
+    with subprocess.Popen(
+        [sys.executable, "-I", grammar_checker.__file__],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        given: bytes | None = grammar.encode("utf-8", "surrogatepass")
+        end = time.monotonic() + _WALL_SECONDS
+        while True:
+            try:
+                said, _ = process.communicate(given, timeout=_POLL_SECONDS)
+                break
+            except subprocess.TimeoutExpired:
+                given = None  # all of it is on its way
+                if unwanted.is_set() or time.monotonic() > end:
+                    process.kill()
+                    return _UNWANTED if unwanted.is_set() else _TOO_COMPLEX
     try:
-        done = subprocess.run(
-            [sys.executable, "-I", grammar_checker.__file__],
-            input=grammar.encode("utf-8", "surrogatepass"),
-            capture_output=True,
-            timeout=_WALL_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return _TOO_COMPLEX
-    try:
-        complaint = json.loads(done.stdout)["error"]
+        complaint = json.loads(said)["error"]
     except (ValueError, KeyError, TypeError):
         return _TOO_COMPLEX
     return None if complaint is None else f"the schema or grammar cannot be used: {complaint}"
