@@ -17,7 +17,7 @@ import uvicorn
 
 from server.fake_engine import FakeEngine
 from turnstile.server.app import App
-from turnstile.server.head_limits import BoundedHttpProtocol
+from turnstile.server.connection import Connection
 from turnstile.server.run import _Server
 from turnstile.server.service import Service
 from turnstile.text.tokenizer import Tokenizer
@@ -77,7 +77,7 @@ def joined(chunks: list[Any], index: int = 0) -> str:
 async def listening(served: Served) -> AsyncIterator[int]:
     """The same application behind a real socket; yields the port."""
     config = uvicorn.Config(
-        served.app, port=0, http=BoundedHttpProtocol, log_config=None, access_log=False,
+        served.app, port=0, http=Connection, log_config=None, access_log=False,
         lifespan="off", ws="none", timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = _Server(config)

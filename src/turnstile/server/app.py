@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.routing import Route, Router
+from starlette.routing import Match, Route, Router
 
 from turnstile.server.access_log import log_access
 from turnstile.server.config import is_loopback
@@ -129,11 +129,24 @@ class App:
         await exchange.respond(error.body(), error.status, headers=error.headers())
 
     async def _preflight(self, exchange: Exchange, origin: bytes | None) -> None:
+        """Answer OPTIONS. It needs no key: browsers send none, and it tells what the docs tell."""
+        methods = self._methods(exchange)
+        if not methods:
+            await _no_route(exchange.scope, None, None)
         asked = exchange.header(b"access-control-request-headers")
-        cors = self.service.cors
         exchange.common_headers = exchange.common_headers[:1]
-        headers = cors.preflight_headers(origin, asked)
-        await exchange.respond(b"", 204 if headers else 405, headers=headers)
+        headers = self.service.cors.preflight_headers(origin, asked)
+        headers.append((b"allow", ", ".join(methods).encode()))
+        await exchange.respond(b"", 204, headers=headers)
+
+    def _methods(self, exchange: Exchange) -> list[str]:
+        """The methods that the path takes; those of any path for ``*``; none for an unknown one."""
+        found: set[str] = set()
+        for route in self._router.routes:
+            assert isinstance(route, Route)
+            if exchange.path == "*" or route.matches(exchange.scope)[0] is not Match.NONE:
+                found |= route.methods or set()
+        return sorted(found | {"OPTIONS"}) if found else []
 
     def _finish(self, exchange: Exchange) -> None:
         status = exchange.status or 499

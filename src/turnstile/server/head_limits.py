@@ -1,7 +1,7 @@
 """Bounds on what surrounds a body: uvicorn collects headers and trailers without end.
 
 A head larger than :data:`MAX_HEAD_BYTES` is answered 431, one that does not arrive within
-:data:`HEAD_SECONDS` is cut off, trailers are dropped, and no connection has more than
+:data:`HEAD_SECONDS` 408, trailers are dropped, and no connection has more than
 :data:`MAX_PIPELINED` requests waiting. None of that reaches the application. An upgrade to
 another protocol (``h2c``, ``websocket``) is not taken: RFC 9110, section 7.8, lets a server
 answer in HTTP/1.1 as if the header were not there.
@@ -25,10 +25,10 @@ HEAD_SECONDS = 30.0
 MAX_PIPELINED = 1000
 """Requests of a connection that may wait for the answers before theirs."""
 
-_REASONS = {400: b"Bad Request", 431: b"Request Header Fields Too Large"}
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
-class _RefusedError(Exception):
+class RefusedError(Exception):
     """Raised in a callback, to stop the parser where it is."""
 
 
@@ -64,7 +64,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         try:
             self._feed(data)
         except httptools.HttpParserError as error:
-            if not isinstance(error.__context__, _RefusedError):
+            if not isinstance(error.__context__, RefusedError):
                 self._refuse(400, "This is no valid HTTP request.")
             return
         if self._fruitful:
@@ -114,10 +114,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             self._refuse_size()
-            raise _RefusedError
+            raise RefusedError
         if len(self.pipeline) >= MAX_PIPELINED:
             self._end()
-            raise _RefusedError
+            raise RefusedError
         if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
             self._upgrading = True
             return
@@ -150,8 +150,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def _on_timeout(self) -> None:
         self._head_timer = None
-        if self._in_head and not self.transport.is_closing():
+        if not self._in_head or self.transport.is_closing():
+            return
+        if self.headers is None:  # not a byte has come: a client that connected ahead of its needs
             self._end()
+        else:
+            self._refuse(408, f"The request's headers did not arrive within {HEAD_SECONDS:g} s.")
 
     def _refuse_size(self) -> None:
         self._refuse(431, f"The request's headers are larger than {MAX_HEAD_BYTES} bytes.")

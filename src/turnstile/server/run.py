@@ -13,6 +13,7 @@ import contextlib
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
@@ -22,7 +23,7 @@ import uvicorn
 from turnstile.engine.client import EngineState, EngineUnavailableError
 from turnstile.engine.wording import counted
 from turnstile.server.app import App
-from turnstile.server.head_limits import BoundedHttpProtocol
+from turnstile.server.connection import Connection
 from turnstile.server.model import ServedModel
 from turnstile.server.notify import notify
 from turnstile.server.service import Phase, Service
@@ -33,6 +34,9 @@ logger = logging.getLogger("turnstile.server")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_ABORTED = 130
+
+MOST_FILES = 1 << 16
+"""Open files that the server allows itself, where the system does."""
 
 _POLL = 0.05
 _WATCH = 1.0
@@ -91,7 +95,7 @@ class Life:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=BoundedHttpProtocol,
+                http=Connection,
                 ws="none",
                 server_header=False,
                 timeout_keep_alive=config.keep_alive_timeout,
@@ -225,6 +229,14 @@ async def _end(task: asyncio.Task[None]) -> None:
         await task
 
 
+def _allow_many_connections() -> None:
+    """Raise the soft limit on open files: it is 1024 in many places, and a connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def _is_ours(error: Exception) -> bool:
     return type(error).__module__.startswith("turnstile.")
 
@@ -237,6 +249,8 @@ def run(
 ) -> int:
     """Run the server in this thread, on uvloop, until it is told to stop; returns the exit code."""
     import uvloop
+
+    _allow_many_connections()
 
     async def main() -> int:
         return await Life(service, listener, load, on_ready).run()
