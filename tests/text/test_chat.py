@@ -228,7 +228,6 @@ def test_null_content_stays_null_for_templates_that_ask(tokenizer: Tokenizer) ->
 
 def test_tools_are_refused_not_ignored_where_the_template_knows_none(tokenizer: Tokenizer) -> None:
     encoder = ChatEncoder(tokenizer)
-    assert not encoder.supports_tools
     with pytest.raises(MessageError, match="does not support tools") as caught:
         encoder.encode(ChatInput(messages=[user("x")], tools=[TOOL]))
     assert caught.value.param == "tools"

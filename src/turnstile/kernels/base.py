@@ -127,11 +127,6 @@ class FlatBatch:
         """T, the tokens computed in this step."""
         return len(self.ids)
 
-    @property
-    def num_sequences(self) -> int:
-        """S, the sequences in this step."""
-        return len(self.context_lengths)
-
 
 class Opaque(Protocol):
     """Something a backend made and only that backend can read."""

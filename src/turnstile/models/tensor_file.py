@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,11 +28,6 @@ class TensorInfo:
     shape: tuple[int, ...]
     start: int
     num_bytes: int
-
-    @property
-    def num_elements(self) -> int:
-        """Product of the shape."""
-        return math.prod(self.shape)
 
 
 class MappedFile:

@@ -82,16 +82,6 @@ class ChatEncoder:
             {"default": template} if template is not None else dict(tokenizer.chat_templates)
         )
 
-    @property
-    def has_template(self) -> bool:
-        """Whether chats can be rendered at all."""
-        return "default" in self._templates
-
-    @property
-    def supports_tools(self) -> bool:
-        """Whether the template does anything with ``tools``."""
-        return "tool_use" in self._templates or "tools" in self._templates.get("default", "")
-
     def check(self) -> None:
         """Compile the templates now, so that a broken one is found at start-up."""
         for source in self._templates.values():

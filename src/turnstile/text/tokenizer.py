@@ -96,10 +96,6 @@ class Tokenizer:
         }
         return {name: self._strings[i] for name, i in named.items() if i is not None}
 
-    def is_special(self, token_id: int) -> bool:
-        """Whether the id is a control token or unused."""
-        return token_id in self.vocabulary.special
-
     def token_bytes(self, token_id: int) -> bytes:
         """Bytes the token adds to the text; ``b""`` for an id outside the vocabulary."""
         return self.vocabulary.token_bytes(token_id)

@@ -52,19 +52,14 @@ class Vocabulary:
         ``text_of[id]``, the same as text where the bytes are whole characters, else None.
     special
         Ids that are control tokens: not part of the text a user reads.
-    max_token_bytes
-        The length of the longest token that is not special.
     """
 
-    __slots__ = ("bytes_of", "max_token_bytes", "special", "text_of")
+    __slots__ = ("bytes_of", "special", "text_of")
 
     def __init__(self, bytes_of: Sequence[bytes], special: Iterable[int]) -> None:
         self.bytes_of = list(bytes_of)
         self.special: frozenset[int] = frozenset(special)
         self.text_of = [_whole_text(data) for data in self.bytes_of]
-        self.max_token_bytes = max(
-            (len(b) for i, b in enumerate(self.bytes_of) if i not in self.special), default=1
-        )
 
     def __len__(self) -> int:
         return len(self.bytes_of)
