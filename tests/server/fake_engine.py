@@ -63,6 +63,8 @@ class FakeStream(Stream):
         self.generation = generation
         self.rows: list[Row] = []
         self.arrived = asyncio.Event()
+        self.taker: Callable[[Row], bool] | None = None
+        self.waiting = False
         self.cancelled: list[tuple[int | None, str]] = []
         self.samples = [_Sample(self, k, engine.script(generation, k)) for k in range(generation.n)]
 
@@ -72,7 +74,11 @@ class FakeStream(Stream):
                 if all(sample.done for sample in self.samples):
                     return
                 self.arrived.clear()
-                await self.arrived.wait()
+                self.waiting = True
+                try:
+                    await self.arrived.wait()
+                finally:
+                    self.waiting = False
                 continue
             rows, self.rows = self.rows, []
             yield rows
@@ -81,7 +87,13 @@ class FakeStream(Stream):
     def done(self) -> bool:
         return all(sample.done for sample in self.samples)
 
+    def offer(self, taker: Callable[[Row], bool] | None) -> None:
+        self.taker = taker
+
     def put(self, row: Row) -> None:
+        idle = self.waiting and not self.rows and not self.arrived.is_set()
+        if idle and self.taker is not None and self.taker(row):
+            return
         self.rows.append(row)
         self.arrived.set()
 

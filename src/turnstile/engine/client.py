@@ -73,6 +73,13 @@ class Stream(ABC):
         """
 
     @abstractmethod
+    def offer(self, taker: Callable[[Row], bool] | None) -> None:
+        """Offer each row to ``taker`` in the very moment it comes, while whoever iterates has had
+        all rows before it and waits. One that is not taken (False) is yielded, as all are with
+        None. ``taker`` must be quick and must not raise; it may cancel samples of this stream.
+        """
+
+    @abstractmethod
     def cancel(self, sample_index: int | None = None, reason: str = "abort") -> None:
         """End one sample, or all. A cancelled sample yields nothing more; its tokens past this
         point are not charged. Safe at any time, any number of times.

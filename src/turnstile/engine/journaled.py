@@ -38,6 +38,7 @@ class JournaledStream(Stream):
         self._entry = entry
         self._rows: list[Row] = []
         self._waiter: asyncio.Future[None] | None = None
+        self._taker: Callable[[Row], bool] | None = None
 
     def __aiter__(self) -> JournaledStream:
         return self
@@ -54,6 +55,9 @@ class JournaledStream(Stream):
         rows, self._rows = self._rows, []
         return rows
 
+    def offer(self, taker: Callable[[Row], bool] | None) -> None:
+        self._taker = taker
+
     def cancel(self, sample_index: int | None = None, reason: str = "abort") -> None:
         ended = [sample_index is None or row.sample_index == sample_index for row in self._rows]
         self._rows = [row for row, gone in zip(self._rows, ended, strict=True) if not gone]
@@ -64,7 +68,11 @@ class JournaledStream(Stream):
         self._client.abort(self.request_id)
 
     def put(self, row: Row) -> None:
-        """Add a row for the reader."""
+        """Hand a row to the reader: directly where it can take it, else for its next turn."""
+        waiter = self._waiter
+        idle = waiter is not None and not waiter.done() and not self._rows
+        if idle and self._taker is not None and self._taker(row):
+            return
         self._rows.append(row)
         self.wake()
 

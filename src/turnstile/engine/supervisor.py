@@ -59,8 +59,8 @@ class ProcessEngine(JournaledClient):
         self._engine: EngineProcess | None = None
         self._inside: dict[str, None] = {}
         """Requests the engine that runs now knows of."""
-        self._members: list[str] = []
-        """Requests in the step that runs now."""
+        self._members: list[tuple[str, int]] = []
+        """Samples in the step that runs now."""
         self._quarantine = Quarantine()
         self._restarts = 0
         self._starts_in_vain = 0
@@ -173,7 +173,7 @@ class ProcessEngine(JournaledClient):
 
     def _on_step(self, result: StepResult) -> None:
         self._told_epoch = result.epoch
-        self._members = list(dict.fromkeys(request_id for request_id, _ in result.members))
+        self._members = result.members
         try:
             self._take(result)
         except JournalError as error:
@@ -290,7 +290,7 @@ class ProcessEngine(JournaledClient):
         entries = self._journal.entries
         members = [
             Member(request_id, entries[request_id].steps, entries[request_id].proven)
-            for request_id in self._members
+            for request_id in dict.fromkeys(request_id for request_id, _ in self._members)
             if request_id in entries
         ]
         verdict = self._quarantine.died(members)

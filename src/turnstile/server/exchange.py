@@ -1,8 +1,9 @@
 """One HTTP request and its answer: :class:`Exchange`.
 
 A thin layer over ASGI for the routes where time counts. A streaming answer writes straight to
-the server's ``send``: no response object, no middleware and no task sits between a token and the
-socket. One watcher waits for the client to go away and cancels the handler, whatever it is doing.
+the transport while the client keeps up, and to the server's ``send`` where it must wait: no
+response object, no middleware and no task sits between a token and the socket. One watcher waits
+for the client to go away and cancels the handler, whatever it is doing.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 
 from turnstile.server.body import BodyLimits, too_large
 from turnstile.server.cors import header
+from turnstile.server.direct import WRITER, DirectWriter
 from turnstile.server.errors import ApiError, Headers
 from turnstile.server.sse import COMMENT, KEEP_ALIVE
 from turnstile.server.tenants import Tenant
@@ -59,6 +61,7 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
+        "_writer",
         "common_headers",
         "complete",
         "disconnected",
@@ -81,6 +84,7 @@ class Exchange:
         self._held = 0
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
+        self._writer: DirectWriter | None = scope.get(WRITER)
         self.id = _request_id(scope["headers"])
         self.started = time.monotonic()
         self.common_headers: Headers = [(b"x-request-id", self.id.encode())]
@@ -252,6 +256,17 @@ class Exchange:
         self.write_began = now
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self.write_began = None
+        self.last_write = now
+
+    @property
+    def writable(self) -> bool:
+        """Whether :meth:`write_at_once` may be called now."""
+        return self._writer is not None and self._writer.ready
+
+    def write_at_once(self, data: bytes, now: float) -> None:
+        """What :meth:`write` does, where it would not have to wait."""
+        assert self._writer is not None
+        self._writer.write(data)
         self.last_write = now
 
     async def keep_alive(self, comment: bytes, now: float) -> None:

@@ -94,7 +94,7 @@ class Frames(ABC):
                 return b""
             choice.sent_tokens = text.num_tokens
             prefix, suffix = self._around[choice.index]
-            return prefix + encode(text.take().text) + suffix
+            return prefix + encode(text.take_text()) + suffix
         return self._middle(choice, text.take())
 
     def _first(self, choice: Choice) -> bytes:

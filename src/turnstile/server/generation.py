@@ -1,4 +1,4 @@
-"""From a checked request to its answer: gate, engine, and the loop that follows the tokens."""
+"""From a checked request to its answer: the gate, the engine, and the two ways to answer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ from dataclasses import dataclass
 
 from turnstile.engine.client import Generation
 from turnstile.engine.params import SamplingParams
-from turnstile.engine.protocol import NOTHING_ALLOWED, Row
 from turnstile.server.choices import Choice, Job
-from turnstile.server.errors import (
-    ApiError,
-    bad_request,
-    deadline_exceeded,
-    from_exception,
-    internal_error,
-)
+from turnstile.server.errors import ApiError, bad_request, from_exception, internal_error
 from turnstile.server.exchange import Exchange
+from turnstile.server.follower import Follower
 from turnstile.server.frames import Frames
 from turnstile.server.gate import enter, make_work, rate_limits
 from turnstile.server.model import ServedModel
@@ -29,7 +23,6 @@ from turnstile.server.sse import DONE, error_frames
 from turnstile.server.trails import RequestTrail
 from turnstile.server.usage import Record
 from turnstile.text.echo import echo_prompt
-from turnstile.text.errors import CANNOT_FOLLOW
 from turnstile.text.output import TextOptions
 from turnstile.text.stop import StopAutomaton
 
@@ -276,89 +269,9 @@ class Answer:
             raise _first_error(errors) from None
 
     async def _follow(self, job: Job) -> None:
-        """Take a job's rows as they come, until its last sample has ended."""
-        stream, exchange, clock = job.stream, self._exchange, self._service.clock
-        step = self._frames.step if self._stream else None
-        assert stream is not None
-        async for rows in stream:
-            now = clock()
-            pieces: list[bytes] = []
-            for row in rows:
-                choice = job.choices[row.sample_index]
-                if choice.finish is not None:
-                    continue  # sent before the engine heard of the stop string
-                self._take(job, choice, row, now)
-                if step is not None and (row.tokens or choice.finish is not None):
-                    pieces.append(step(choice))
-            if pieces:
-                data = b"".join(pieces) if len(pieces) > 1 else pieces[0]
-                if data:
-                    await exchange.write(data, now)
-            if not job.unfinished:
-                return
-        if job.unfinished and not job.expired:
-            raise internal_error("The engine ended this request without an answer.")
-        if job.unfinished:
-            await self._expire(job)
-
-    async def _expire(self, job: Job) -> None:
-        """End what the engine has not: it is being restarted, or hangs in a step."""
-        now = self._service.clock()
-        pieces: list[bytes] = []
-        for sample, choice in enumerate(job.choices):
-            if choice.finish is None:
-                row = Row(job.generation.request_id, sample, choice.text.num_tokens, [])
-                row.finish = "timeout"
-                self._take(job, choice, row, now)
-                if self._stream:
-                    pieces.append(self._frames.step(choice))
-        if data := b"".join(pieces):
-            await self._exchange.write(data, now)
-
-    def _take(self, job: Job, choice: Choice, row: Row, now: float) -> None:
-        record = self._record
-        if row.error is not None or row.finish == "error":
-            choice.finish = "error"
-            job.unfinished -= 1
-            if row.error == NOTHING_ALLOWED:
-                raise bad_request(row.error, code="contradictory_constraints")
-            if row.error is not None and row.error.startswith(CANNOT_FOLLOW):
-                raise bad_request(row.error, job.grammar_field)
-            raise internal_error(row.error or "The engine could not compute this request.")
-        if row.finish == "timeout" and not record.num_output and not row.tokens:
-            choice.finish = "timeout"
-            job.unfinished -= 1
-            raise deadline_exceeded()
-        taken = choice.take(row)
-        if row.cached_tokens > job.cached_tokens:
-            job.cached_tokens = row.cached_tokens
-        if row.prompt_logprobs:
-            job.prompt_logprobs += row.prompt_logprobs
-        if taken:
-            self._time(choice, taken, now)
-        if not job.computed and (taken or choice.finish in ("stop", "length")):
-            job.computed = True
-            self._metrics.prompt_computed(job)
-            if job.place is not None:
-                job.place.first_token(now)
-        if choice.finish is not None:
-            job.unfinished -= 1
-            if row.finish is None and job.stream is not None:
-                job.stream.cancel(row.sample_index, "stop")
-
-    def _time(self, choice: Choice, taken: int, now: float) -> None:
-        """Note when tokens arrived. k tokens make k - 1 gaps; the first one's wait is TTFT."""
-        record, metrics = self._record, self._metrics
-        if record.first_token is None:
-            record.first_token = now
-            metrics.first_token(now - record.arrived)
-        if choice.last_time is not None:
-            gap = now - choice.last_time
-            record.gaps += taken
-            record.gap_sum += gap
-            metrics.next_tokens(gap, taken)
-        choice.last_time = record.last_token = now
-        metrics.generated_tokens += taken
+        frames = self._frames if self._stream else None
+        clock = self._service.clock
+        await Follower(job, self._record, self._exchange, frames, self._metrics, clock).run()
 
 
 def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:

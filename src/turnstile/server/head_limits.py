@@ -18,6 +18,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from turnstile.server.direct import WRITER, DirectWriter
 from turnstile.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -122,6 +123,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self._upgrading = True
             return
         super().on_headers_complete()
+        # The application runs in a task that has not begun: it will find this in its scope.
+        self.scope[WRITER] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
         self._in_head, self._fruitful = False, True
         self._stop_timer()
 

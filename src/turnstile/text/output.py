@@ -165,6 +165,15 @@ class TextStream:
         self._ready, self._ids, self._entries = [], [], []
         return delta
 
+    def take_text(self) -> str:
+        """As :meth:`take`, for who wants the text alone: the common case makes no objects."""
+        ready = self._ready
+        text = ready[0] if len(ready) == 1 else "".join(ready)
+        ready.clear()
+        self._ids.clear()
+        self._entries.clear()
+        return text
+
     def _add(self, text: str) -> bool:
         self._length += len(text)
         matcher = self._matcher

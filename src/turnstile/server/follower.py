@@ -1,0 +1,175 @@
+"""Following one job's tokens, from the engine's rows to the client's bytes: :class:`Follower`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from turnstile.engine.protocol import NOTHING_ALLOWED, Row
+from turnstile.server.choices import Choice, Job
+from turnstile.server.errors import ApiError, bad_request, deadline_exceeded, internal_error
+from turnstile.server.exchange import Exchange
+from turnstile.server.frames import Frames
+from turnstile.server.metrics import Metrics
+from turnstile.server.usage import Record
+from turnstile.text.errors import CANNOT_FOLLOW
+
+
+class Follower:
+    """Takes the rows of a job as they come, until its last sample has ended.
+
+    There are two ways, and both end in :meth:`_take` and ``frames.step``. A row is *taken at once*
+    (:meth:`_take_at_once`) where nothing stands in its way: text and bytes are made in the turn of
+    the event loop that read the step's message, and are on their way before it ends. With a
+    hundred streams that saves a hundred task switches a step, each as dear as all the rest that a
+    token costs but the write itself. Last rows, and those of a client that does not keep up, *wait*
+    for the task in :meth:`run`, which may await the socket and may raise.
+
+    Parameters
+    ----------
+    frames
+        Makes the bytes of a stream; None where the answer comes in one piece.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        record: Record,
+        exchange: Exchange,
+        frames: Frames | None,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self._job = job
+        self._record = record
+        self._exchange = exchange
+        self._step = None if frames is None else frames.step
+        self._metrics = metrics
+        self._clock = clock
+        self._error: Exception | None = None
+        """What went wrong with a row that was to be taken at once."""
+
+    async def run(self) -> None:
+        """Follow the job to its end.
+
+        Raises
+        ------
+        ApiError
+            It ended without an answer, or with none that could be given.
+        """
+        job, stream = self._job, self._job.stream
+        assert stream is not None
+        stream.offer(self._take_at_once)
+        try:
+            async for rows in stream:
+                await self._take_in_turn(rows)
+                if not job.unfinished:
+                    return
+        finally:
+            stream.offer(None)
+        if job.unfinished and not job.expired:
+            raise internal_error("The engine ended this request without an answer.")
+        if job.unfinished:
+            await self._expire()
+
+    async def _take_in_turn(self, rows: list[Row]) -> None:
+        if self._error is not None:
+            raise self._error
+        now = self._clock()
+        pieces: list[bytes] = []
+        for row in rows:
+            choice = self._job.choices[row.sample_index]
+            if choice.finish is None:  # else sent before the engine heard of the stop string
+                pieces.append(self._advance(choice, row, now))
+        if data := b"".join(pieces):
+            await self._exchange.write(data, now)
+
+    def _take_at_once(self, row: Row) -> bool:
+        """Take a row where no task is needed for it; returns whether it was taken."""
+        exchange = self._exchange
+        if row.finish is not None or not (self._step is None or exchange.writable):
+            return False
+        choice = self._job.choices[row.sample_index]
+        if choice.finish is not None:
+            return True
+        now = self._clock()
+        try:
+            data = self._advance(choice, row, now)
+            if data:
+                exchange.write_at_once(data, now)
+        except Exception as error:
+            # This is the middle of a step that concerns others too: the task shall fail, not they.
+            self._error = error
+            return False
+        return True
+
+    def _advance(self, choice: Choice, row: Row, now: float) -> bytes:
+        """Take a row; returns what a stream may send after it."""
+        self._take(choice, row, now)
+        if self._step is not None and (row.tokens or choice.finish is not None):
+            return self._step(choice)
+        return b""
+
+    async def _expire(self) -> None:
+        """End what the engine has not: it is being restarted, or hangs in a step."""
+        job, now = self._job, self._clock()
+        pieces: list[bytes] = []
+        for sample, choice in enumerate(job.choices):
+            if choice.finish is None:
+                row = Row(job.generation.request_id, sample, choice.text.num_tokens, [])
+                row.finish = "timeout"
+                pieces.append(self._advance(choice, row, now))
+        if data := b"".join(pieces):
+            await self._exchange.write(data, now)
+
+    def _take(self, choice: Choice, row: Row, now: float) -> None:
+        job = self._job
+        if row.finish is not None or row.error is not None:
+            self._refuse_if_failed(choice, row)
+        taken = choice.take(row)
+        if row.cached_tokens > job.cached_tokens:
+            job.cached_tokens = row.cached_tokens
+        if row.prompt_logprobs:
+            job.prompt_logprobs += row.prompt_logprobs
+        if taken:
+            self._time(choice, taken, now)
+        if not job.computed and (taken or choice.finish in ("stop", "length")):
+            job.computed = True
+            self._metrics.prompt_computed(job)
+            if job.place is not None:
+                job.place.first_token(now)
+        if choice.finish is not None:
+            job.unfinished -= 1
+            if row.finish is None and job.stream is not None:
+                job.stream.cancel(row.sample_index, "stop")
+
+    def _refuse_if_failed(self, choice: Choice, row: Row) -> None:
+        """Raise what the client is to be told where a last row brings no answer."""
+        if row.error is not None or row.finish == "error":
+            choice.finish, error = "error", self._failure(row.error)
+        elif row.finish == "timeout" and not self._record.num_output and not row.tokens:
+            choice.finish, error = "timeout", deadline_exceeded()
+        else:
+            return
+        self._job.unfinished -= 1
+        raise error
+
+    def _failure(self, message: str | None) -> ApiError:
+        if message == NOTHING_ALLOWED:
+            return bad_request(message, code="contradictory_constraints")
+        if message is not None and message.startswith(CANNOT_FOLLOW):
+            return bad_request(message, self._job.grammar_field)
+        return internal_error(message or "The engine could not compute this request.")
+
+    def _time(self, choice: Choice, taken: int, now: float) -> None:
+        """Note when tokens arrived. k tokens make k - 1 gaps; the first one's wait is TTFT."""
+        record, metrics = self._record, self._metrics
+        if record.first_token is None:
+            record.first_token = now
+            metrics.first_token(now - record.arrived)
+        if choice.last_time is not None:
+            gap = now - choice.last_time
+            record.gaps += taken
+            record.gap_sum += gap
+            metrics.next_tokens(gap, taken)
+        choice.last_time = record.last_token = now
+        metrics.generated_tokens += taken

@@ -1,0 +1,178 @@
+"""Rows that are taken at once, in the step that brings them: the same bytes, without a task."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+import pytest
+
+from server.fake_engine import FakeStream
+from server.served import Raw, Serve, events, listening, until
+from turnstile.engine.protocol import Row
+
+
+def body(**fields: Any) -> dict[str, Any]:
+    return {"prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True} | fields
+
+
+def chunks_of(data: bytes) -> list[Any]:
+    """The JSON of a stream, read through HTTP's chunks."""
+    _, _, rest = data.partition(b"\r\n\r\n")
+    text = b""
+    while rest:
+        size, _, rest = rest.partition(b"\r\n")
+        length = int(size, 16)
+        text, rest = text + rest[:length], rest[length:].removeprefix(b"\r\n")
+    frames = [frame for frame in text.split(b"\n\n") if frame and not frame.startswith(b":")]
+    assert frames[-1] == b"data: [DONE]"
+    return [json.loads(frame.removeprefix(b"data: ")) for frame in frames[:-1]]
+
+
+def without_times(chunks: list[Any]) -> list[Any]:
+    own = ("id", "created", "metrics", "timings")
+    return [{key: value for key, value in chunk.items() if key not in own} for chunk in chunks]
+
+
+def put(stream: FakeStream, token: int, **fields: Any) -> bool:
+    """Give a stream its next token as a step does; whether it was taken on the spot."""
+    sample = stream.samples[0]
+    stream.put(Row(stream.request_id, 0, sample.produced, [token], **fields))
+    sample.produced += 1
+    return not stream.rows
+
+
+def test_a_token_is_at_the_socket_before_any_task_has_run(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            served.engine.held = True
+            raw = await Raw.post(port, "/v1/completions", body())
+            await raw.until(b"\r\n\r\n")
+            await until(lambda: served.engine.streams[0].waiting)
+            stream = served.engine.streams[0]
+            for token in (70, 71, 72):  # nothing is awaited in between
+                assert put(stream, token)
+            assert served.service.metrics.generated_tokens == 3
+            data = await raw.until(b"\n\n") + await raw.until(b"\n\n") + await raw.until(b"\n\n")
+            said = [served.tokenizer.decode([token]) for token in (70, 71, 72)]
+            assert all(b'"text":%b' % json.dumps(text).encode() in data for text in said)
+            assert not put(stream, 73, finish="length")  # the last one is for the task
+            stream.samples[0].done = True
+            assert b'"finish_reason":"length"' in await raw.until(b"data: [DONE]\n\n")
+            await raw.close()
+
+    asyncio.run(test())
+
+
+WISHES: list[dict[str, Any]] = [
+    {},
+    {"n": 3},
+    {"stop": ["lo w"]},
+    {"stop": ["d"], "include_stop_str_in_output": True, "n": 2},
+    {"logprobs": 2, "echo": True},
+    {"return_token_ids": True, "stream_options": {"continuous_usage_stats": True}},
+    {"stream_interval": 3, "stream_options": {"include_usage": True}},
+    {"prompt": ["hello", "world"]},
+]
+
+
+@pytest.mark.parametrize("wishes", WISHES, ids=lambda wishes: " ".join(wishes) or "plain")
+def test_both_ways_send_the_same_chunks(serve: Serve, wishes: dict[str, Any]) -> None:
+    async def test() -> None:
+        # The client in this process speaks ASGI, where there is no transport to write to.
+        async with serve("hello wörld 🙂 and more") as served, listening(served) as port:
+            fields = body(max_tokens=30, seed=1) | wishes
+            waiting = events(await served.client.post("/v1/completions", json=fields))
+            raw = await Raw.post(port, "/v1/completions", fields)
+            direct = chunks_of(await raw.until(b"\r\n0\r\n\r\n"))
+            await raw.close()
+            assert sorted(map(json.dumps, without_times(direct))) == sorted(
+                map(json.dumps, without_times(waiting))
+            )
+            ended = [stream.cancelled for stream in served.engine.streams]
+            assert ended[: len(ended) // 2] == ended[len(ended) // 2 :]
+
+    asyncio.run(test())
+
+
+def test_what_waits_for_a_stalled_reader_comes_in_order_once_it_reads(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            served.engine.held = True
+            fields = body(return_token_ids=True)
+            raw = await Raw.post(port, "/v1/completions", fields)
+            await until(lambda: bool(served.engine.streams and served.engine.streams[0].waiting))
+            stream = served.engine.streams[0]
+            (exchange,) = served.service.live
+            flow: Any = exchange._writer._flow  # type: ignore[union-attr]
+            assert put(stream, 70)
+            flow.pause_writing()  # as the transport does when its buffer is full
+            assert not put(stream, 71)
+            await until(lambda: exchange.write_began is not None)  # the task waits in the middle
+            assert not put(stream, 72)
+            assert not put(stream, 73)
+            flow.resume_writing()
+            await until(lambda: stream.waiting)
+            assert put(stream, 74)
+            put(stream, 75, finish="length")
+            stream.samples[0].done = True
+            chunks = chunks_of(await raw.until(b"\r\n0\r\n\r\n"))
+            ids = [token for chunk in chunks for token in chunk["choices"][0]["token_ids"]]
+            assert ids == [70, 71, 72, 73, 74, 75]
+            await raw.close()
+
+    asyncio.run(test())
+
+
+def test_a_row_that_cannot_be_taken_ends_its_own_request_alone(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from turnstile.text.output import TextStream
+
+    push = TextStream.push
+
+    def fail(self: TextStream, token_id: int, *rest: Any, **more: Any) -> bool:
+        if token_id == 99:
+            raise RuntimeError("out of order")
+        return push(self, token_id, *rest, **more)
+
+    monkeypatch.setattr(TextStream, "push", fail)
+
+    async def test() -> None:
+        async with (
+            serve(
+                lambda generation, sample: [70, 71, 99 if generation.prompt[-1] == 90 else 72]
+            ) as served,
+            listening(served) as port,
+        ):
+            bad = await Raw.post(port, "/v1/completions", body(prompt=[90], max_tokens=20))
+            good = await Raw.post(port, "/v1/completions", body(prompt=[91], max_tokens=20))
+            assert b'"error":{' in await bad.until(b"data: [DONE]\n\n")
+            data = await good.until(b"data: [DONE]\n\n")
+            assert b'"finish_reason":"length"' in data
+            assert b'"error"' not in data
+            assert served.engine.streams[0].cancelled == [(None, "abort")]
+            with contextlib.suppress(ConnectionError):
+                await bad.close()
+            await good.close()
+
+    asyncio.run(test())
+
+
+def test_nothing_is_written_to_a_client_that_has_gone(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            served.engine.held = True
+            raw = await Raw.post(port, "/v1/completions", body())
+            await raw.until(b"\r\n\r\n")
+            await until(lambda: served.engine.streams[0].waiting)
+            (exchange,) = served.service.live
+            assert exchange.writable
+            raw.reset()
+            await until(lambda: not exchange.writable)
+            await until(lambda: not served.service.live)
+            assert served.engine.streams[0].cancelled == [(None, "abort")]
+
+    asyncio.run(test())
