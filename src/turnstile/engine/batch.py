@@ -6,6 +6,8 @@ the pages it gained since the step before are written.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
+
 import numpy as np
 
 from turnstile.core.plan import Chunk, Plan
@@ -52,9 +54,9 @@ class BatchBuilder:
         widest = max(len(c.sequence.table) for c in chunks)
         tables = self._step_tables[: len(chunks), :widest]
         np.take(self._tables[:, :widest], rows, axis=0, out=tables)
-        logit_rows: list[int] = []
-        at = 0
-        for i, chunk in enumerate(chunks):
+        at = singles = self._write_singles(chunks)
+        logit_rows = [i for i, chunk in enumerate(chunks[:singles]) if chunk.samples]
+        for i, chunk in enumerate(chunks[singles:], singles):
             self._offsets[i] = at
             self._contexts[i] = chunk.end
             self._write(chunk, i, at)
@@ -79,13 +81,24 @@ class BatchBuilder:
             self._written[row] = 0
             self._free_rows.append(row)
 
+    def _write_singles(self, chunks: Seq[Chunk]) -> int:
+        """Lay out the chunks of one token that a plan begins with, all at once: in a crowd they are
+        nearly all there is, and a write into an array costs as much for a hundred as for one.
+        Returns how many they are.
+        """
+        count = next(
+            (i for i, chunk in enumerate(chunks) if chunk.count != 1 or chunk.score), len(chunks)
+        )
+        singles = chunks[:count]
+        self._ids[:count] = [chunk.sequence.tokens[chunk.start] for chunk in singles]
+        self._positions[:count] = [chunk.start for chunk in singles]
+        np.add(self._positions[:count], 1, out=self._contexts[:count])
+        self._offsets[:count] = self._sequence_of[:count] = self._ramp[:count]
+        return count
+
     def _write(self, chunk: Chunk, index: int, at: int) -> None:
         tokens = chunk.sequence.tokens
         self._sequence_of[at : at + chunk.count] = index
-        if chunk.count == 1:
-            self._ids[at] = tokens[chunk.start]
-            self._positions[at] = chunk.start
-            return
         end = at + chunk.count
         known = chunk.count - len(chunk.drafts)
         self._ids[at : at + known] = tokens[chunk.start : chunk.start + known]
@@ -118,11 +131,22 @@ def logit_rows_of(chunk: Chunk, at: int) -> list[int]:
     """Rows of the flat batch whose logits the chunk needs, ascending: those that score the prompt
     (each predicts the token after it), then those to draw from.
     """
-    rows: list[int] = []
-    if chunk.score:
-        scored = min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start
-        rows += range(at, at + max(0, scored))
-    if chunk.samples:
-        drawn = 1 + len(chunk.drafts)
-        rows += range(at + chunk.count - drawn, at + chunk.count)
-    return rows
+    end = at + chunk.count
+    return [*range(at, at + num_scored(chunk)), *range(end - _num_drawn(chunk), end)]
+
+
+def num_logit_rows(chunk: Chunk) -> int:
+    """How many rows :func:`logit_rows_of` gives."""
+    return num_scored(chunk) + _num_drawn(chunk)
+
+
+def num_scored(chunk: Chunk) -> int:
+    """Rows of the chunk that score a prompt token."""
+    if not chunk.score:
+        return 0
+    return max(0, min(chunk.end, chunk.sequence.num_prompt - 1) - chunk.start)
+
+
+def _num_drawn(chunk: Chunk) -> int:
+    """Rows of the chunk that are drawn from."""
+    return 1 + len(chunk.drafts) if chunk.samples else 0

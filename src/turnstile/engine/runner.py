@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import Sequence
-from turnstile.engine.batch import BatchBuilder, logit_rows_of
+from turnstile.engine.batch import BatchBuilder, num_logit_rows, num_scored
 from turnstile.engine.constraints import Job
 from turnstile.engine.executor import ChunkResult
 from turnstile.engine.params import SamplingParams
@@ -68,18 +69,17 @@ class Runner:
     def execute(self, plan: Plan) -> list[ChunkResult]:
         batch = self._builder.build(plan)
         logits = self._decoder.forward(batch, self._kv)
-        draws, at = [], 0
-        for chunk in plan.chunks:
-            rows = len(logit_rows_of(chunk, 0))
+        ends = list(accumulate(map(num_logit_rows, plan.chunks)))
+        draws: list[Draw] = []
+        for chunk, end in zip(plan.chunks, ends, strict=True):
             if chunk.samples:
-                draws += self._draws(chunk, at + rows)
-            at += rows
+                draws += self._draws(chunk, end)
         drawn = iter(self._sampler.draw(logits, draws))
-        results, at = [], 0
-        for chunk in plan.chunks:
-            rows = len(logit_rows_of(chunk, 0))
-            results.append(self._result(chunk, logits[at : at + rows], drawn))
-            at += rows
+        results = []
+        for chunk, end in zip(plan.chunks, ends, strict=True):
+            # A view of a tensor costs as much as all else here: only who is scored gets one.
+            rows = logits[end - num_logit_rows(chunk) : end] if chunk.score else None
+            results.append(self._result(chunk, rows, drawn))
         return results
 
     def _draws(self, chunk: Chunk, end: int) -> list[Draw]:
@@ -92,9 +92,9 @@ class Runner:
         first = end - chunk.samples
         return [Draw(job, first + i, sequence.index, position + i) for i in range(chunk.samples)]
 
-    def _result(self, chunk: Chunk, logits: Tensor, drawn: Iterator[Drawn]) -> ChunkResult:
-        draws = [next(drawn) for _ in range(chunk.samples)]
-        prompt_logprobs = self._score(chunk, logits) if chunk.score else None
+    def _result(self, chunk: Chunk, scored: Tensor | None, drawn: Iterator[Drawn]) -> ChunkResult:
+        draws = list(islice(drawn, chunk.samples))
+        prompt_logprobs = None if scored is None else self._score(chunk, scored)
         for draw in draws:
             if draw.error is not None:
                 return ChunkResult(Outcome(error=draw.error))
@@ -108,7 +108,7 @@ class Runner:
 
     def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprobs]:
         sequence = chunk.sequence
-        count = max(0, min(chunk.end, sequence.num_prompt - 1) - chunk.start)
+        count = num_scored(chunk)
         targets = sequence.tokens[chunk.start + 1 : chunk.start + 1 + count]
         top = self._jobs[sequence].params.prompt_logprobs or 0
         return self._sampler.score(logits[:count], targets, top)

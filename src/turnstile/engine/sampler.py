@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +28,7 @@ BLOCK = 256
 """Tokens summed up at once when a draw looks for its place."""
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(NamedTuple):
     """One draw to make: from row ``row`` of the logits, for ``job``."""
 
     job: Job
@@ -38,8 +37,7 @@ class Draw:
     position: int
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """A token, or why there is none; its log-probability where it was asked for."""
 
     token: int
@@ -59,12 +57,13 @@ class Sampler:
         if not draws:
             return []
         rows = logits.cpu().numpy() if logits.device.type != "cpu" else logits.numpy()
-        likeliest = self._backend.argmax(logits).tolist()
+        ids = self._backend.argmax(logits).cpu().numpy()
+        likeliest, usable = ids.tolist(), np.isfinite(rows[np.arange(len(ids)), ids]).tolist()
         tokens: list[int] = []
         errors: dict[int, str] = {}
         for i, draw in enumerate(draws):
             token = likeliest[draw.row]
-            if not np.isfinite(rows[draw.row, token]):
+            if not usable[draw.row]:
                 errors[i] = BAD_LOGITS
             elif draw.job.constrained or not draw.job.params.greedy:
                 try:
