@@ -1,129 +1,137 @@
-"""CPU time of the API process for a streamed token: 64 streams, a scripted engine in the process.
+"""CPU time of the API process: for a streamed token, for a request, and for a token of W1.
 
-    python scripts/measure_token_cost.py [ROOT] [--trace] [--rounds 5] [--tokens 250]
+    PYTHONPATH=src python scripts/measure_token_cost.py [ROOT …] [--engine fake] [--repeat 3]
 
-ROOT is a checkout, this one by default: run it in turns with another one to compare the two. The
-clients are a process of their own; the engine says one token a stream every 20 ms, and what that
-costs is in the figure.
+Starts the server of each ROOT (a checkout; this one by default), in turns, and sends it two loads
+of 100 users over HTTP: one long answer each, and W1. Both are so many tokens and so many requests;
+two sums give the price of each. The clients are this process. The engine is a process of its own
+as always; `fake` computes nothing and says a token for everybody every ``--step`` seconds, `real`
+is the default model, which takes the processor and its caches away as it does in service.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import socket
+import os
+import signal
 import statistics
+import subprocess
 import sys
-import tempfile
-import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-STREAMS = 64
-STEP = 0.02
-CLIENTS = """
-import asyncio, json, sys
-port, streams, tokens = map(int, sys.argv[1:])
-body = {"prompt": "hi", "max_tokens": tokens, "ignore_eos": True, "stream": True}
-body = json.dumps(body).encode()
-head = b"POST /v1/completions HTTP/1.1\\r\\nhost: x\\r\\ncontent-type: application/json\\r\\n"
-head += b"connection: close\\r\\ncontent-length: %d\\r\\n\\r\\n" % len(body)
+import uvloop
 
-async def one():
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(head + body)
-    while await reader.read(65536):
-        pass
-    writer.close()
+from turnstile.bench.http import Server
+from turnstile.bench.lengths import Fixed
+from turnstile.bench.session import Settings, bench
+from turnstile.bench.workloads import WORKLOADS, Workload
 
-async def all_of_them():
-    await asyncio.gather(*(one() for _ in range(streams)))
+USERS = 100
+READY_SECONDS = 120.0
+FAKE = """
+import sys
+from dataclasses import replace
+from turnstile.cli import serve
+from turnstile.cli.main import main
+from turnstile.engine.supervisor import ProcessEngine
 
-asyncio.run(all_of_them())
+step = sys.argv.pop(1)
+serve.make_engine = lambda config: ProcessEngine(replace(config, model=f"fake:{step}:49152"))
+sys.exit(main(sys.argv[1:]))
 """
 
 
-def make_service(trace: bool) -> Any:
-    """A service over a scripted engine, and the engine."""
-    from server.fake_engine import FakeEngine
-    from tiny_models import make_tiny_llama
-    from turnstile.models.generation import GenerationDefaults
-    from turnstile.server.config import ServerConfig
-    from turnstile.server.model import ServedModel
-    from turnstile.server.service import Service
-    from turnstile.text.chat import ChatEncoder
-    from turnstile.text.tokenizer import Tokenizer
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a workload cost the API process: CPU seconds, for so many tokens and requests."""
 
-    folder = Path(tempfile.mkdtemp())
-    tokenizer = Tokenizer.from_directory(make_tiny_llama(folder))
-    ids = tokenizer.encode("hello world", add_special_tokens=False)
-    engine = FakeEngine(
-        lambda generation, sample: ids,
-        delay=STEP, max_num_seqs=STREAMS, max_model_len=4096, num_pages=100_000,
-    )  # fmt: skip
-    more = {}
-    if trace:
-        from turnstile.server.trace import Trace
-
-        more["trace"] = Trace(str(folder / "trace.json"), 2**28)
-    service = Service(ServerConfig(disable_access_log=True), engine, **more)
-    engine.info, engine.state = engine.ready_info, type(engine.state).READY
-    model = ServedModel(
-        names=["tiny"], tokenizer=tokenizer, chat=ChatEncoder(tokenizer),
-        defaults=GenerationDefaults(), info=engine.info,
-    )  # fmt: skip
-    service.ready(model)
-    return service
+    seconds: float
+    tokens: int
+    requests: int
 
 
-async def measure(trace: bool, rounds: int, tokens: int) -> list[float]:
-    """Microseconds a token, of each round."""
-    import uvicorn
+@dataclass(frozen=True, slots=True)
+class Price:
+    """Microseconds: of a streamed token, of a request, and of W1 by its tokens."""
 
-    from turnstile.server.app import App
-    from turnstile.server.head_limits import BoundedHttpProtocol
-    from turnstile.server.run import _Server
+    token: float
+    request: float
+    mix: float
 
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    server = _Server(
-        uvicorn.Config(
-            App(make_service(trace)), log_config=None, access_log=False, lifespan="off", ws="none",
-            http=BoundedHttpProtocol,
+    @classmethod
+    def of(cls, long: Load, mix: Load) -> Price:
+        """Solve ``seconds = token · tokens + request · requests`` for both loads."""
+        determinant = long.tokens * mix.requests - mix.tokens * long.requests
+        token = (long.seconds * mix.requests - mix.seconds * long.requests) / determinant
+        request = (long.tokens * mix.seconds - mix.tokens * long.seconds) / determinant
+        return cls(token * 1e6, request * 1e6, mix.seconds / mix.tokens * 1e6)
+
+
+def start(root: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """The server of a checkout."""
+    flags = ["serve", "--port", str(options.port), "--disable-access-log", "--log-level", "warning"]
+    fake = options.engine == "fake"
+    program = ["-c", FAKE, str(options.step)] if fake else ["-m", "turnstile"]
+    return subprocess.Popen(
+        [sys.executable, *program, *flags],
+        env={**os.environ, "PYTHONPATH": str(root / "src"), "TURNSTILE_FAULTS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+async def load(server: Server, pid: int, workload: Workload) -> Load:
+    """Send a workload; what it cost. Raises ``SystemExit`` where a request failed."""
+    settings = Settings(server_pid=pid, ready_s=READY_SECONDS)
+    figures: dict[str, Any] = (await bench(server, None, workload, settings))["median"]
+    if figures["failed"]:
+        raise SystemExit(f"{workload.name}: requests failed: {figures['reasons']}")
+    tokens, requests = figures["output_tokens"], figures["completed"]
+    return Load(figures["server"]["api_cpu_s"], tokens, requests)
+
+
+async def measure(root: Path, options: argparse.Namespace) -> Price:
+    """Start a checkout's server, load it twice, end it."""
+    process = start(root, options)
+    try:
+        server = Server("127.0.0.1", options.port)
+        long = replace(WORKLOADS["W1"], name="long", requests=USERS, output=Fixed(options.tokens))
+        return Price.of(
+            await load(server, process.pid, long), await load(server, process.pid, WORKLOADS["W1"])
         )
-    )  # fmt: skip
-    serving = asyncio.create_task(server.serve([listener]))
-    port = listener.getsockname()[1]
-    found = []
-    for _ in range(rounds):
-        began = time.process_time()
-        clients = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", CLIENTS, str(port), str(STREAMS), str(tokens)
-        )
-        await clients.wait()
-        found.append((time.process_time() - began) / (STREAMS * tokens) * 1e6)
-    server.should_exit = True
-    await serving
-    return found
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait()
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("root", nargs="?", default=str(Path(__file__).resolve().parent.parent))
-    parser.add_argument("--trace", action="store_true", help="write a timeline meanwhile")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--tokens", type=int, default=250)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("roots", nargs="*", type=Path, default=[Path(__file__).parents[1]])
+    parser.add_argument("--engine", choices=("fake", "real"), default="fake")
+    parser.add_argument("--step", type=float, default=0.02, help="seconds a step of the fake takes")
+    parser.add_argument("--tokens", type=int, default=300, help="of each of the long answers")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8123)
     options = parser.parse_args()
-    sys.path[:0] = [f"{options.root}/src", f"{options.root}/tests"]
-    import uvloop
+    prices: dict[Path, list[Price]] = {root: [] for root in options.roots}
+    for _ in range(options.repeat):
+        for root, found in prices.items():
+            found.append(uvloop.run(measure(root, options)))
+    print(f"{'µs of CPU, medians (all)':32}{'a token':>26}{'a request':>30}{'W1, a token':>26}")
+    for root, found in prices.items():
+        cells = "".join(
+            f"{_cell([getattr(price, name) for price in found]):>{width}}"
+            for name, width in (("token", 26), ("request", 30), ("mix", 26))
+        )
+        print(f"{str(root)[-31:]:32}{cells}")
 
-    found = uvloop.run(measure(options.trace, options.rounds, options.tokens))
-    each = " ".join(f"{value:.1f}" for value in found)
-    print(
-        f"{statistics.median(found):.1f} µs of CPU a token (median), {min(found):.1f} at least: "
-        f"{each}"
-    )
+
+def _cell(values: list[float]) -> str:
+    each = " ".join(f"{value:.1f}" if value < 100 else f"{value:.0f}" for value in values)
+    median = statistics.median(values)
+    return f"{median:.1f} ({each})" if median < 100 else f"{median:.0f} ({each})"
 
 
 if __name__ == "__main__":
