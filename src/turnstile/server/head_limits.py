@@ -124,7 +124,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         # The application runs in a task that has not begun: it will find this in its scope.
-        self.scope[WRITER] = DirectWriter(self.cycle)  # type: ignore[typeddict-unknown-key]
+        self.scope[WRITER] = DirectWriter(self.cycle)  # type: ignore[literal-required]
         self._in_head, self._fruitful = False, True
         self._stop_timer()
 
