@@ -1,7 +1,5 @@
-"""Servers for the reported cases: started once for each set of flags, checked after every case.
-
-The files of this directory follow the letters of the reports: what the flags of ``srv`` mean is
-in :func:`flags`, what is checked after a case in :func:`check_after`.
+"""What the reported cases do with servers. The files of this directory follow the letters of the
+reports; the servers themselves come from :mod:`e2e.pool`.
 """
 
 from __future__ import annotations
@@ -12,90 +10,12 @@ import select
 import socket
 import struct
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from e2e.harness import ServerProcess, text_of
-
-CANARY_SECONDS = 5.0
-MOST_ALIVE = 4
-"""Servers that are kept for the next case; the one used longest ago goes first."""
-
-
-def flags(
-    *,
-    pages: int = 64,
-    ctx: int | None = None,
-    chunk: int = 128,
-    seqs: int = 8,
-    queue: int = 32,
-    prefix: bool = True,
-    **more: Any,
-) -> dict[str, Any]:
-    """Flags of ``turnstile serve`` for the reports' words. Without ``ctx``: what the pool holds."""
-    return {
-        "num_pages": pages,
-        "max_model_len": ctx,
-        "max_num_batched_tokens": chunk,
-        "max_num_seqs": seqs,
-        "max_num_queued_reqs": queue,
-        "enable_prefix_caching": prefix,
-        **more,
-    }
-
-
-class ServerPool:
-    """Servers by model and flags."""
-
-    def __init__(self) -> None:
-        self._alive: OrderedDict[str, ServerProcess] = OrderedDict()
-
-    def get(self, model: str | Path, settings: dict[str, Any]) -> ServerProcess:
-        """The server with these flags, started if need be."""
-        key = json.dumps([str(model), settings], sort_keys=True, default=str)
-        server = self._alive.pop(key, None)
-        if server is None:
-            while len(self._alive) >= MOST_ALIVE:
-                self._alive.popitem(last=False)[1].kill()
-            server = ServerProcess(model, **settings).__enter__()
-        self._alive[key] = server
-        return server
-
-    def close(self) -> None:
-        """End them all."""
-        while self._alive:
-            self._alive.popitem()[1].kill()
-
-    def drop(self, server: ServerProcess) -> None:
-        """End one that a case has spoilt, so that the next case starts its own."""
-        for key, alive in list(self._alive.items()):
-            if alive is server:
-                del self._alive[key]
-        server.kill()
-
-
-def engine_pid(server: ServerProcess) -> int:
-    """The process that computes."""
-    return int(server.http.get("/server_info").json()["engine"]["pid"])
-
-
-def check_after(server: ServerProcess, pid: int) -> None:
-    """What must hold after every case: healthy, the canary as before and soon, nobody runs or
-    waits, no page held, free and cached are all there are, no traceback, the same processes.
-    """
-    assert server.http.get("/health").status_code == 200
-    answer = server.http.post(
-        "/v1/completions",
-        json={"prompt": server.tokens(24, seed=99), "max_tokens": 16, "temperature": 0},
-        timeout=httpx.Timeout(CANARY_SECONDS),
-    )
-    assert answer.json()["choices"][0]["text"] == server.canary
-    server.check()
-    assert engine_pid(server) == pid, "the engine was restarted"
+from e2e.harness import PATIENCE, ServerProcess, text_of
 
 
 def teach_short_outputs(server: ServerProcess, key: str | None = None) -> None:
@@ -153,7 +73,7 @@ def _endless(server: ServerProcess, count: int, body: dict[str, Any]) -> Iterato
             request.reset()
 
 
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
     """Wait for something to become true; fail if it does not."""
     end = time.monotonic() + seconds
     while not condition():
@@ -167,7 +87,7 @@ class Raw:
     def __init__(self, server: ServerProcess, path: str, **body: Any) -> None:
         url = httpx.URL(server.url)
         content = json.dumps(body).encode()
-        self.socket = socket.create_connection((url.host, url.port or 80), timeout=30)
+        self.socket = socket.create_connection((url.host, url.port or 80), timeout=PATIENCE)
         self.received = b""
         self.socket.sendall(
             b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

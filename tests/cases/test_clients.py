@@ -19,9 +19,9 @@ import openai
 import psutil
 import pytest
 
-from cases.conftest import Srv
-from cases.servers import Raw, engine_pid, flags, occupied, queued, text, until
-from e2e.harness import ServerProcess, text_of
+from cases.servers import Raw, occupied, queued, text, until
+from e2e.harness import PATIENCE, ServerProcess, free_port, text_of
+from e2e.pool import Srv, engine_pid, flags
 
 pytestmark = pytest.mark.e2e
 
@@ -113,7 +113,7 @@ def test_b79_who_leaves_the_queue_is_never_computed(single: ServerProcess, strea
         until(lambda: single.metric("turnstile_requests_waiting") == 3)
         for each in left:
             each.reset()
-        until(lambda: single.metric("turnstile_requests_waiting") == 0, 5)
+        until(lambda: single.metric("turnstile_requests_waiting") == 0)
         steps = single.metric("turnstile_steps_total")
         next_one: list[Any] = []
         thread = threading.Thread(
@@ -267,17 +267,14 @@ def test_b85_when_it_cannot_come_back_all_seven_are_told(tiny: Path, tmp_path: P
             assert not any(reasons), "an answer that was cut off must not look complete"
         assert results[6].status_code == 500
         assert "error" in results[6].json()
-        assert server.wait(30) == 1
+        assert server.wait() == 1
 
 
 # B93 ---------------------------------------------------------------------------------------------
 
 
 def test_b93_after_a_kill_nothing_is_left_and_the_next_server_serves_on(tiny: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    settings = flags(pages=64, seqs=8, port=port)
+    settings = flags(pages=64, seqs=8, port=free_port())
     with ServerProcess(tiny, **settings) as server:
         process = psutil.Process(server.process.pid)
         streams = [Raw(server, "/v1/completions", prompt=[70], max_tokens=200, stream=True, **BASE)
@@ -287,7 +284,7 @@ def test_b93_after_a_kill_nothing_is_left_and_the_next_server_serves_on(tiny: Pa
         assert children
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait()
-        gone = time.monotonic() + 10
+        gone = time.monotonic() + PATIENCE
         while any(c.is_running() and c.status() != psutil.STATUS_ZOMBIE for c in children):
             assert time.monotonic() < gone, "a child outlives the server"
             time.sleep(0.02)

@@ -8,9 +8,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cases.conftest import Srv
-from cases.servers import engine_pid
 from e2e.harness import ServerProcess, text_of
+from e2e.pool import Srv, engine_pid
 
 pytestmark = pytest.mark.e2e
 

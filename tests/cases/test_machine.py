@@ -14,7 +14,6 @@ import psutil
 import pytest
 
 from e2e.harness import ServerProcess
-from tiny_models import make_tiny_llama
 from turnstile.engine import machine
 from turnstile.engine.worker import _offer_to_oom_killer
 
@@ -178,11 +177,6 @@ def test_b105_memory_is_what_the_groups_leave(box: Machine) -> None:
 # -- with a server ----------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_positions=2048)
-
-
 def start_on(cpu: int, model: Path) -> ServerProcess:
     """A server that may use one CPU only."""
     before = os.sched_getaffinity(0)
@@ -194,8 +188,8 @@ def start_on(cpu: int, model: Path) -> ServerProcess:
 
 
 @pytest.fixture(scope="module")
-def pinned(model: Path) -> Iterator[ServerProcess]:
-    with start_on(min(os.sched_getaffinity(0)), model) as server:
+def pinned(tiny: Path) -> Iterator[ServerProcess]:
+    with start_on(min(os.sched_getaffinity(0)), tiny) as server:
         yield server
         server.check()
 
@@ -218,11 +212,11 @@ def check_stays_on(server: ServerProcess, cpu: int) -> None:
 # B105: threads from the affinity. B107: never a thread outside the mask that we were given, so
 # that two servers with a CPU each do not meet.
 @pytest.mark.e2e
-def test_b105_b107_pinned_servers_stay_on_their_cpus(pinned: ServerProcess, model: Path) -> None:
+def test_b105_b107_pinned_servers_stay_on_their_cpus(pinned: ServerProcess, tiny: Path) -> None:
     first, *others = sorted(os.sched_getaffinity(0))
     check_stays_on(pinned, first)
     if others:
-        with start_on(others[0], model) as neighbour:
+        with start_on(others[0], tiny) as neighbour:
             check_stays_on(neighbour, others[0])
             check_stays_on(pinned, first)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
-from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,12 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from cases.servers import teach_short_outputs
 from e2e.harness import ServerProcess
+from e2e.pool import Srv
 from server.conftest import serve, tokenizer  # noqa: F401 - fixtures
 from server.fake_engine import FakeEngine, fake_info
 from server.served import Raw, Serve, listening, until
-from tiny_models import make_tiny_llama
 from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.events import WaitReason
 from turnstile.core.fairness import QUEUE_POLICIES
@@ -53,15 +53,12 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 # -- with the real engine: a pool so small that requests preempt each other -------------------
 
 
-@pytest.fixture(scope="module")
-def crowded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    model = make_tiny_llama(tmp_path_factory.mktemp("tiny"), max_positions=2048)
-    settings: dict[str, Any] = {"num_pages": 12, "max_num_seqs": 8, "max_num_batched_tokens": 64}
-    with ServerProcess(model, **settings) as server:
-        for _ in range(8):  # admission learns that answers are short: long ones surprise it
-            server.gather([lambda: server.complete([5] * 8, max_tokens=1) for _ in range(8)])
-        yield server
-        server.check()
+@pytest.fixture
+def crowded(srv: Srv) -> ServerProcess:
+    """Far too few pages for those whom admission lets in."""
+    server = srv(pages=12, chunk=64)
+    teach_short_outputs(server)
+    return server
 
 
 def scrape(server: ServerProcess) -> Samples:

@@ -10,9 +10,9 @@ from typing import Any
 import psutil
 import pytest
 
-from cases.conftest import Srv
-from cases.servers import Raw, engine_pid, preemptions, teach_short_outputs, text
+from cases.servers import Raw, preemptions, teach_short_outputs, text
 from e2e.harness import ServerProcess
+from e2e.pool import Srv, engine_pid
 from turnstile.core.pages import PagePool
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.request import Request, Sequence
@@ -131,7 +131,7 @@ KINDS = (
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_b21_no_page_is_lost_however_a_request_ends(srv: Srv, kind: str) -> None:
-    server = srv(pages=24, chunk=64, seqs=32, queue=128, prefix=False)
+    server = srv(pages=24, chunk=64, queue=128, prefix=False)  # more than slots and pages hold
 
     def one(k: int) -> None:
         prompt = server.tokens(1 + 7 * k % 40, seed=k)
@@ -381,9 +381,11 @@ def test_b31_memory_is_taken_once_and_does_not_grow(srv: Srv) -> None:
 
 
 @pytest.mark.parametrize("prefix", [True, False])
-def test_b33_equal_requests_at_once_get_equal_answers(srv: Srv, prefix: bool) -> None:
+def test_b33_equal_requests_at_once_get_equal_answers(
+    srv: Srv, tight: ServerProcess, prefix: bool
+) -> None:
     # Without a prefix cache each of them has all its pages to itself.
-    server = srv(pages=40 if prefix else 24, chunk=64, seqs=32, queue=128, prefix=prefix)
+    server = tight if prefix else srv(pages=24, chunk=64, queue=128, prefix=False)
     prompt = server.tokens(30, seed=1)
     alone = greedy(server, prompt, 64, logprobs=1)
     teach_short_outputs(server)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from cases.conftest import Srv
 from cases.servers import LONG_POOL, occupied, preemptions, queued, teach_short_outputs, text, until
-from e2e.harness import ServerProcess, text_of
+from e2e.harness import PATIENCE, ServerProcess, text_of
+from e2e.pool import Srv
 
 pytestmark = pytest.mark.e2e
 
@@ -38,7 +38,7 @@ class Timed(threading.Thread):
 
     def tokens(self, count: int) -> None:
         """Wait until that many tokens are there."""
-        end = time.monotonic() + 30
+        end = time.monotonic() + PATIENCE
         while len(self.times) < count:
             assert time.monotonic() < end
             time.sleep(0.001)
@@ -250,11 +250,11 @@ def test_b13_every_stream_has_its_own_channel_and_a_slow_reader_slows_nobody(
         )
         events = [next(stream)]
         slow_began.set()
-        assert release.wait(30)  # it does not read until all the others have ended
+        assert release.wait(PATIENCE)  # it does not read until all the others have ended
         return events + list(stream)
 
     def quick(k: int) -> list[dict[str, Any]]:
-        assert slow_began.wait(30)
+        assert slow_began.wait(PATIENCE)
         return list(server.stream("/v1/completions", prompt=server.tokens(8, seed=k), **body))
 
     def quicks() -> list[list[dict[str, Any]]]:

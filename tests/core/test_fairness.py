@@ -6,6 +6,7 @@ import pytest
 from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
+from budget import examples
 from core.driver import Driver, make_scheduler
 from turnstile.core.chunking import need, share_budget
 from turnstile.core.events import Admitted
@@ -80,7 +81,7 @@ fairness = given(
 )
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(20))
 @example(
     lengths=TALKERS_AND_READERS,
     weights=(1.0, 1.0),
@@ -136,7 +137,7 @@ def flood(
     return driver, requests
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(
     priority=st.integers(0, 4),
     rates=st.lists(st.integers(1, 3), min_size=1, max_size=5),

@@ -26,6 +26,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from budget import examples
 from core.driver import Driver, make_scheduler, solo, tenants_of
 from core.test_random_load import draft_some
 from turnstile.core.admission import AdmissionPolicy, ExpectedAdmission, NeverFitsError
@@ -346,7 +347,7 @@ def test_whatever_happens_the_promises_hold(admission: str, speculation: bool) -
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25,
+            max_examples=examples(25),
             stateful_step_count=30,
             suppress_health_check=list(HealthCheck),
         ),

@@ -15,6 +15,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,12 +26,33 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 ROOT = Path(__file__).parents[2]
 TURNSTILE = (sys.executable, "-m", "turnstile")
 START_SECONDS = 120.0
-CANARY_TOKENS = 16
+PATIENCE = 60.0
+"""Seconds to wait for what must come, on any machine."""
+CANARY_TOKENS, CANARY_SECONDS = 16, 20.0
+INSIDE = tuple(f"turnstile_requests_{state}" for state in ("running", "waiting", "in_flight"))
+
+
+class Scrape:
+    """What ``/metrics`` said at a moment.
+
+    Looked through by name: to parse all of it takes longer than most cases. That it can be parsed
+    is tested where the metrics are (``cases/test_metrics.py``).
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def total(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry these labels."""
+        samples = re.findall(rf"^{re.escape(name)}(?:{{(.*)}})? (\S+)$", self.text, re.MULTILINE)
+        wanted = {f'{label}="{value}"' for label, value in labels.items()}
+        found = [float(value) for has, value in samples if wanted <= set(has.split(","))]
+        assert found, (name, labels)
+        return sum(found)
 
 
 class ServerProcess:
@@ -175,34 +197,33 @@ class ServerProcess:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry these labels."""
-        total, found = 0.0, False
-        text = self.http.get("/metrics").text
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                if sample.name == name and labels.items() <= sample.labels.items():
-                    total, found = total + sample.value, True
-        assert found, name
-        return total
+        return self.scrape().total(name, **labels)
+
+    def scrape(self) -> Scrape:
+        """All metrics as they are now."""
+        return Scrape(self.http.get("/metrics").text)
 
     # -- after every case ---------------------------------------------------------------------
 
-    def idle(self, seconds: float = 10.0) -> None:
-        """Wait until nobody runs or waits; fail if that does not come."""
+    def idle(self, seconds: float = PATIENCE) -> Scrape:
+        """Wait until nobody runs or waits; fail if that does not come. Returns what showed it."""
         end = time.monotonic() + seconds
-        names = ("requests_running", "requests_waiting", "requests_in_flight")
-        while any(self.metric(f"turnstile_{name}") for name in names):
+        while True:
+            scrape = self.scrape()
+            if not any(scrape.total(name) for name in INSIDE):
+                return scrape
             assert time.monotonic() < end, "requests are left behind"
             time.sleep(0.02)
 
     def check(self) -> None:
-        """Alive, healthy, right, and nothing left behind (POST* of the reported cases)."""
+        """Alive, healthy, right and soon, and nothing left behind (POST* of the reported cases)."""
         assert self.process.poll() is None, self.log
         assert self.http.get("/health").status_code == 200
         if self.canary is not None:
             assert self._sing() == self.canary
-        self.idle()
+        scrape = self.idle()
         pages = {
-            state: self.metric("turnstile_pages", state=state)
+            state: scrape.total("turnstile_pages", state=state)
             for state in ("free", "held", "cached")
         }
         total = self.http.get("/server_info").json()["engine"]["num_pages"]
@@ -211,18 +232,17 @@ class ServerProcess:
         assert "Traceback" not in self.log
 
     def _sing(self) -> str:
-        status, answer = self.complete(
-            self.tokens(24, seed=99), max_tokens=CANARY_TOKENS, temperature=0
-        )
-        assert status == 200, answer
-        return str(answer["choices"][0]["text"])
+        body = {"prompt": self.tokens(24, seed=99), "max_tokens": CANARY_TOKENS, "temperature": 0}
+        answer = self.http.post("/v1/completions", json=body, timeout=CANARY_SECONDS)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
 
     # -- ending it ----------------------------------------------------------------------------
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 30.0) -> int:
+    def wait(self, seconds: float = PATIENCE) -> int:
         """Wait for its end; returns the exit code."""
         return self.process.wait(seconds)
 
@@ -249,6 +269,15 @@ def _flags(settings: dict[str, Any]) -> list[str]:
         elif value is not None:
             flags += [flag, str(value)]
     return flags
+
+
+def free_port() -> int:
+    """A free port that stays free: below those the kernel hands out, and another each time."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:

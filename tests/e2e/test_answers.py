@@ -1,14 +1,12 @@
 """Whole answers of a real (tiny, random) model through HTTP: reported faults of kind c.
 
-The check after every case (``launch`` makes it) is that the server is healthy, answers its canary
-as before, holds no page and logged no traceback.
+All share a server, which is checked after each of them (:mod:`e2e.pool`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,19 +16,6 @@ from e2e.harness import ServerProcess, text_of
 pytestmark = pytest.mark.e2e
 
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def shared(tiny: Path) -> Iterator[ServerProcess]:
-    """One server for all cases here; what they leave behind shows at the next one's check."""
-    with ServerProcess(tiny, num_pages=256, max_num_seqs=8, max_num_batched_tokens=64) as server:
-        yield server
-
-
-@pytest.fixture
-def server(shared: ServerProcess) -> Iterator[ServerProcess]:
-    yield shared
-    shared.check()
 
 
 def four_ways(server: ServerProcess, **fields: Any) -> Iterator[tuple[str, str, dict[str, Any]]]:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from budget import examples
 from turnstile.kernels import create_backend
 from turnstile.kernels.base import (
     AttentionShape,
@@ -175,7 +176,7 @@ cases = st.builds(
 
 
 @pytest.mark.parametrize("level", LEVELS)
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(case=cases, formats=st.sampled_from(list(TOLERANCE)))
 def test_random_layers_equal_the_reference(
     level: str, case: Case, formats: tuple[str, str]

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from budget import examples
 from turnstile.kernels import paged_attention
 from turnstile.kernels.base import AttentionShape, FlatBatch
 from turnstile.kernels.paged_attention import LayerPages, attend, plan_attention
@@ -70,7 +71,7 @@ def plainly(
     window=st.sampled_from([None, 1, 5, 130, 1000]),
     seed=st.integers(0, 1000),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_attention_over_pages_is_attention(
     lengths: list[tuple[int, int]],
     heads: tuple[int, int, int],

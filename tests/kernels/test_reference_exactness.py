@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from budget import examples
 from stepping import Stepper
 from tiny_models import make_tiny_llama
 from turnstile.kernels import create_backend
@@ -95,7 +96,7 @@ def test_a_crowd_changes_nothing(decoder: Decoder) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_cuts_among_any_company_give_the_same_bits(
     checkpoint: Path, data: st.DataObject
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from budget import examples
 from turnstile.models.errors import CorruptFileError, ModelNotFoundError, UnsupportedModelError
 from turnstile.models.gguf import read_gguf
 
@@ -115,7 +116,7 @@ def test_a_file_cut_at_any_byte_is_refused(written: Path) -> None:
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), min_size=1))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_changed_bytes_are_refused_or_read_but_never_crash(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from budget import examples
 from models.test_gguf_models import build, write
 from tiny_models import make_tiny_llama
 from turnstile.kernels import create_backend
@@ -47,7 +48,7 @@ def gguf_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_gguf_with_changed_bytes(
     data: st.DataObject, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -63,7 +64,7 @@ def test_a_gguf_with_changed_bytes(
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_metadata_of_other_types(
     data: st.DataObject, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -122,7 +123,7 @@ anything = st.one_of(
 
 
 @given(data=st.data())
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_a_config_with_changed_values(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from budget import examples
 from turnstile.models.errors import CorruptFileError, UnsupportedModelError
 from turnstile.models.safetensors import INDEX_NAME, open_safetensors
 
@@ -52,7 +53,7 @@ def test_a_file_cut_at_any_byte_is_refused(tmp_path: Path) -> None:
 
 
 @given(changes=st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1))
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_changed_bytes_are_refused_or_read_but_never_crash(
     tmp_path_factory: pytest.TempPathFactory, changes: list[tuple[int, int]]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from budget import examples
 from simulate.machines import arrivals, setup
 from turnstile.core.cost import Coefficients
 from turnstile.core.events import Preempted
@@ -73,7 +74,7 @@ def setups(draw: st.DrawFn) -> Setup:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(loads(), setups(), st.sampled_from([1, 2]))
 def test_the_same_happens_at_the_same_moments(load: Load, machine: Setup, replicas: int) -> None:
     plant = Plant(machine, replicas, "least-loaded")

@@ -3,6 +3,7 @@ from hypothesis import strategies as st
 from tokenizers.decoders import DecodeStream
 
 import tiny_models
+from budget import examples
 from turnstile.text import Detokenizer
 from turnstile.text.vocabulary import BYTE_ALPHABET, Vocabulary, build_vocabulary
 
@@ -23,13 +24,13 @@ def deltas(ids: list[int], *, skip: bool = True) -> list[str]:
 
 
 @given(any_ids | text_ids, st.booleans())
-@settings(max_examples=500)
+@settings(max_examples=examples(500))
 def test_joined_deltas_equal_the_library_s_full_decode(ids: list[int], skip: bool) -> None:
     assert "".join(deltas(ids, skip=skip)) == BACKEND.decode(ids, skip_special_tokens=skip)
 
 
 @given(text_ids)
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_deltas_of_real_text_equal_the_library_s_decode_stream(ids: list[int]) -> None:
     stream = DecodeStream(skip_special_tokens=True)
     oracle = [stream.step(BACKEND, i) or "" for i in ids]

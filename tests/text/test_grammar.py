@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_models
+from budget import examples
 from turnstile.text import GrammarError, Tokenizer
 from turnstile.text import grammar_request as request
 from turnstile.text.grammar import (
@@ -121,7 +122,7 @@ def test_each_kind_of_grammar_takes_what_it_should_and_nothing_else(
 
 
 @given(st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=5))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_a_choice_is_taken_literally(
     compiler: GrammarCompiler, tokenizer: Tokenizer, options: list[str]
 ) -> None:

@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tiny_models
+from budget import examples
 from turnstile.text.logprobs import LOWEST, chat_logprobs, completion_logprobs
 from turnstile.text.output import TextStream, make_options
 from turnstile.text.vocabulary import Vocabulary, build_vocabulary
@@ -47,7 +48,7 @@ text = st.text(alphabet="abé🙂 \n", max_size=30)
 
 
 @given(text, st.lists(st.text(alphabet="abé🙂 \n", min_size=1, max_size=4), max_size=3))
-@settings(max_examples=400)
+@settings(max_examples=examples(400))
 def test_streamed_and_unstreamed_text_agree_and_hold_no_stop(text: str, stops: list[str]) -> None:
     deltas, streamed = run(VOCABULARY, ids_of(text), stops=stops)
     whole = TextStream(VOCABULARY, make_options(stops))

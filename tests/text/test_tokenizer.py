@@ -9,6 +9,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
 import tiny_models
+from budget import examples
 from text.texts import TEXTS
 from turnstile.text import Tokenizer, TokenizerError
 
@@ -55,7 +56,7 @@ def test_control_text_is_a_control_token_only_where_asked(tmp_path: Path) -> Non
 
 
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "|>", "the", " ", "é", "<"])))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_plain_text_never_yields_a_control_token(parts: list[str]) -> None:
     tokenizer = Tokenizer.from_gguf(tiny_metadata())
     text = "".join(parts)
@@ -99,7 +100,7 @@ def test_end_of_turn_ids_come_from_every_file_that_names_one(tmp_path: Path) -> 
 
 
 @given(st.text(max_size=200))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_the_bound_on_tokens_is_a_lower_bound(text: str) -> None:
     tokenizer = Tokenizer.from_gguf(tiny_metadata() | {"tokenizer.ggml.pre": "qwen2"})
     data = text.encode("utf-8", "surrogatepass")
