@@ -122,7 +122,7 @@ def in_a_thread(script: Script) -> Iterator[str]:
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(go()))
     thread.start()
-    started.wait(10)
+    started.wait(60)
     try:
         yield ready[0]
     finally:

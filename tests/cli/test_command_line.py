@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from e2e.harness import free_port
 from tiny_models import make_tiny_llama
 from turnstile.cli import serve as serve_module
 from turnstile.cli.main import EXIT_USAGE, VERBS, main
@@ -231,10 +232,10 @@ def test_doctor_fails_where_something_is_missing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = make_tiny_llama(tmp_path / "tiny")
+    port = str(free_port())
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
+        taken.bind(("127.0.0.1", int(port)))
         taken.listen()
-        port = str(taken.getsockname()[1])
         assert main(["doctor", "--model", str(model), "--port", port]) == 1
         assert "bad" in capsys.readouterr().out
     assert main(["doctor", "--model", str(tmp_path / "none"), "--port", port]) == 1

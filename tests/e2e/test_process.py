@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.harness import ROOT, ServerProcess, text_of
+from e2e.harness import PATIENCE, ROOT, ServerProcess, text_of
 
 pytestmark = pytest.mark.e2e
 
@@ -34,7 +34,7 @@ def test_it_starts_serves_and_ends_with_code_0(tiny: Path) -> None:
         server.check()
         assert "Maximum concurrency for 256 tokens per request: 4.00x" in server.log
         server.signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait() == 0
         assert "Stopped." in server.log
         assert "Traceback" not in server.log
 
@@ -66,7 +66,7 @@ def test_sighup_reads_the_tenants_again_and_keeps_them_where_the_file_is_wrong(
         def reload(text: str, said: str) -> None:
             file.write_text(text)
             server.signal(signal.SIGHUP)
-            end = time.monotonic() + 10
+            end = time.monotonic() + PATIENCE
             while said not in server.log:
                 assert time.monotonic() < end, server.log
                 time.sleep(0.02)
@@ -80,14 +80,14 @@ def test_sighup_reads_the_tenants_again_and_keeps_them_where_the_file_is_wrong(
 
 
 def test_a_signal_while_loading_ends_it(tiny: Path) -> None:
-    with scripted(tiny, env={"TEST_START": "60"}, wait=False) as server:
+    with scripted(tiny, env={"TEST_START": "600"}, wait=False) as server:
         server.signal(signal.SIGINT)
-        assert server.wait(10) == 0
+        assert server.wait() == 0
 
 
 def test_an_engine_that_cannot_start_is_one_line_and_code_1(tiny: Path) -> None:
     with scripted(tiny, env={"TEST_START": "fail"}, wait=False) as server:
-        assert server.wait(10) == 1
+        assert server.wait() == 1
         assert "The weights are damaged" in server.log
         assert "Traceback" not in server.log
 
@@ -99,7 +99,7 @@ def test_an_engine_that_dies_for_good_ends_the_process_with_code_1(tiny: Path) -
         events = list(server.stream("/v1/completions", prompt="hi", max_tokens=200))
         assert events[-1]["error"]["message"] == "The engine has died."
         assert not any(c["finish_reason"] for e in events[:-1] for c in e["choices"])
-        assert server.wait(10) == 1
+        assert server.wait() == 1
 
 
 def test_an_engine_that_dies_for_good_while_draining_is_code_1_too(tiny: Path) -> None:
@@ -110,7 +110,7 @@ def test_an_engine_that_dies_for_good_while_draining_is_code_1_too(tiny: Path) -
         server.signal(signal.SIGTERM)
         events = [first, *stream]
         assert "error" in events[-1]
-        assert server.wait(20) == 1
+        assert server.wait() == 1
 
 
 @pytest.mark.parametrize(("signals", "code", "reason"), [(1, 0, "length"), (2, 130, "abort")])
@@ -131,7 +131,7 @@ def test_signals_drain_then_abort(tiny: Path, signals: int, code: int, reason: s
         events += list(stream)
         assert events[-1]["choices"][0]["finish_reason"] == reason
         assert (len(text_of(events)) == 100) == (signals == 1)
-        assert server.wait(10) == code
+        assert server.wait() == code
 
 
 def test_the_shutdown_timeout_bounds_the_drain(tiny: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_shutdown_timeout_bounds_the_drain(tiny: Path) -> None:
         server.signal(signal.SIGTERM)
         events = [first, *stream]
         assert events[-1]["choices"][0]["finish_reason"] == "abort"
-        assert server.wait(10) == 0
+        assert server.wait() == 0
 
 
 def test_a_unix_socket_serves_and_is_taken_away(tiny: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_unix_socket_serves_and_is_taken_away(tiny: Path, tmp_path: Path) -> N
         with scripted(tiny, uds=path, port=None) as server:
             assert server.complete("hi", max_tokens=1)[0] == 200
             server.signal(signal.SIGTERM)
-            assert server.wait(10) == 0
+            assert server.wait() == 0
         assert not path.exists()
     with scripted(tiny, uds=path, port=None) as server:
         os.kill(server.process.pid, signal.SIGKILL)
@@ -191,7 +191,7 @@ def test_json_logs_have_one_object_a_line(tiny: Path) -> None:
             headers={"x-request-id": "mine"},
         )
         server.signal(signal.SIGTERM)
-        server.wait(10)
+        server.wait()
         lines = [json.loads(line) for line in server.log.splitlines()]
         mine = [line for line in lines if line.get("request_id") == "mine"]
         assert mine[0]["status"] == 200

@@ -344,4 +344,4 @@ def test_the_engine_dies_with_its_parent() -> None:
         assert parent.stdout is not None
         engine = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-        engine.wait(10)
+        engine.wait(60)

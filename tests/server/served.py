@@ -24,6 +24,9 @@ from turnstile.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Any]
 
+PATIENCE = 60.0
+"""Seconds to wait for what must come, on any machine."""
+
 
 @dataclass
 class Served:
@@ -74,14 +77,18 @@ def joined(chunks: list[Any], index: int = 0) -> str:
 
 
 @asynccontextmanager
-async def listening(served: Served) -> AsyncIterator[int]:
-    """The same application behind a real socket; yields the port."""
+async def listening(served: Served, *, send_buffer: int | None = None) -> AsyncIterator[int]:
+    """The same application behind a real socket; yields the port. With a small ``send_buffer``
+    (bytes the kernel holds for a client) who does not read is noticed soon.
+    """
     config = uvicorn.Config(
         served.app, port=0, http=Connection, log_config=None, access_log=False,
         lifespan="off", ws="none", timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = _Server(config)
     listener = socket.socket()
+    if send_buffer is not None:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     listener.bind(("127.0.0.1", 0))
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:
@@ -100,8 +107,16 @@ class Raw:
         self.reader, self.writer = reader, writer
 
     @classmethod
-    async def post(cls, port: int, path: str, body: dict[str, Any]) -> Raw:
-        raw = cls(*await asyncio.open_connection("127.0.0.1", port))
+    async def post(
+        cls, port: int, path: str, body: dict[str, Any], *, window: int | None = None
+    ) -> Raw:
+        """Send a request; ``window`` is the room for its answer, in bytes."""
+        client = socket.socket()
+        if window is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+        client.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
+        raw = cls(*await asyncio.open_connection(sock=client, limit=window or 1 << 16))
         content = json.dumps(body).encode()
         raw.writer.write(
             b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
@@ -110,7 +125,7 @@ class Raw:
         await raw.writer.drain()
         return raw
 
-    async def until(self, what: bytes, timeout: float = 5.0) -> bytes:
+    async def until(self, what: bytes, timeout: float = PATIENCE) -> bytes:
         return await asyncio.wait_for(self.reader.readuntil(what), timeout)
 
     def reset(self) -> None:
@@ -125,7 +140,7 @@ class Raw:
             await self.writer.wait_closed()
 
 
-async def until(condition: Callable[[], bool], timeout: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
     """Wait for something to become true; fail if it does not."""
     async with asyncio.timeout(timeout):
         while not condition():

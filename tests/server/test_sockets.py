@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from server.served import Raw, Serve, listening, until
+from server.served import PATIENCE, Raw, Serve, listening, until
 from turnstile.server.run import EXIT_ABORTED, EXIT_OK, Life
 
 
@@ -21,7 +21,7 @@ def test_the_head_is_sent_when_the_request_is_accepted(serve: Serve) -> None:
         async with serve() as served, listening(served) as port:
             served.engine.held = True
             raw = await Raw.post(port, "/v1/completions", body())
-            head = (await raw.until(b"\r\n\r\n", 1.0)).lower()
+            head = (await raw.until(b"\r\n\r\n")).lower()
             assert head.startswith(b"http/1.1 200")
             assert b"text/event-stream" in head
             assert b"content-encoding" not in head
@@ -125,10 +125,10 @@ def test_a_reader_that_stalls_is_cancelled_and_holds_up_nobody(serve: Serve) -> 
         async with (
             serve(lambda generation, sample: big, config=config, max_model_len=10**6,
                   num_pages=10**6) as served,
-            listening(served) as port,
+            listening(served, send_buffer=16 << 10) as port,
         ):  # fmt: skip
             fields = body(max_tokens=900_000, logprobs=20)  # kilobytes a token
-            stalled = await Raw.post(port, "/v1/completions", fields)
+            stalled = await Raw.post(port, "/v1/completions", fields, window=16 << 10)
             await until(lambda: len(served.engine.streams) == 1)
             quick = await Raw.post(port, "/v1/completions", body(max_tokens=5))
             await quick.until(b"data: [DONE]\n\n")
@@ -188,10 +188,10 @@ def test_health_stays_quick_while_huge_prompts_are_looked_at(serve: Serve) -> No
             await asyncio.sleep(0)
             text = "word " * 500_000
             raw = await Raw.post(port, "/v1/completions", body(prompt=text, max_tokens=1))
-            await raw.until(b"\r\n", 60)
+            await raw.until(b"\r\n")
             messages = [{"role": "user", "content": "word " * 10}] * 20_000
             chat = await Raw.post(port, "/v1/chat/completions", {"messages": messages})
-            await chat.until(b"\r\n", 60)
+            await chat.until(b"\r\n")
             probing.cancel()
             assert answered > 20  # with the loop blocked it would be a handful
             await raw.close()
@@ -213,10 +213,10 @@ def test_the_first_signal_drains_and_the_second_aborts(serve: Serve, signals: in
 
             listener = socket.socket()
             listener.bind(("127.0.0.1", 0))
+            listener.listen()
             life = Life(served.service, listener, load)
             running = asyncio.create_task(life.run())
             port = listener.getsockname()[1]
-            await asyncio.sleep(0.1)
             raw = await Raw.post(port, "/v1/completions", body(max_tokens=100))
             await raw.until(b"data: {")
             life._on_signal()
@@ -322,14 +322,14 @@ def test_a_head_that_does_not_come_is_cut_off(
 ) -> None:
     from turnstile.server import head_limits
 
-    monkeypatch.setattr(head_limits, "HEAD_SECONDS", 0.1)
+    monkeypatch.setattr(head_limits, "HEAD_SECONDS", 0.3)
 
     async def test() -> None:
         async with serve() as served, listening(served) as port:
             for start in (b"", b"GET /health HTTP/1.1\r\nho"):
                 reader, writer = await asyncio.open_connection("127.0.0.1", port)
                 writer.write(start)
-                answer = await asyncio.wait_for(reader.read(), 5)
+                answer = await asyncio.wait_for(reader.read(), PATIENCE)
                 assert answer.startswith(b"HTTP/1.1 408") if start else answer == b""
                 writer.close()
             # A stream that lasts longer than that is none of the timer's business.

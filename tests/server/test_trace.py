@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from server.served import Serve
+from server.served import PATIENCE, Serve
 from server.test_requests import step, trail
 from turnstile.core import events
 from turnstile.engine.protocol import Snapshot, StepResult
@@ -124,21 +124,24 @@ def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
     trace = Trace(str(path), 2**20, began=0.0)
     assert len(read(path)) == 2, "it names its tracks from the start"
     stepped(trace, 1)
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while not any(event["ph"] == "X" for event in read(path)):
         assert time.monotonic() < end
         time.sleep(0.01)
     trace.close()
 
 
-def test_a_full_file_is_turned_over_and_the_disk_is_bounded(tmp_path: Path) -> None:
+def test_a_full_file_is_turned_over_and_the_disk_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnstile.server.trace._GATHER", 0.01)
     path, most = tmp_path / "trace.json", 2**16
     trace = Trace(str(path), most, began=0.0)
     last = 0
     for number in range(4000):
         stepped(trace, number)
         if number % 200 == 0:
-            end = time.monotonic() + 10
+            end = time.monotonic() + PATIENCE
             while trace._pending and time.monotonic() < end:
                 time.sleep(0.005)
         last = number
@@ -174,7 +177,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
 
     monkeypatch.setattr("turnstile.server.trace.os.pwrite", full)
     stepped(trace, 1)
-    end = time.monotonic() + 10
+    end = time.monotonic() + PATIENCE
     while "The trace ends here" not in caplog.text:
         assert time.monotonic() < end
         time.sleep(0.01)
