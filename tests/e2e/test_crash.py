@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,11 +24,13 @@ from turnstile.models.default_model import NAME
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENS = 80
+TOKENS = 56
 """Outputs of each stream of the crowd."""
 OUT, TO_COME = 5, 20
 """Tokens a stream has out, and has still to come, when the engine is killed."""
 SLOTS = 57
+BUDGET = 128
+"""Tokens of a step: so few that a long prompt is in its prefill whenever one looks."""
 
 
 def crowd() -> list[Order]:
@@ -69,7 +72,7 @@ def late() -> list[Order]:
     """What comes just before the kill: two long prompts that will be in their prefill (one of
     them two samples that have not forked), and four that find no slot, one of them not a stream.
     """
-    long = " ".join(f"line {number} of the long report;" for number in range(800))
+    long = " ".join(f"line {number} of the long report;" for number in range(300))
     body = {"max_tokens": 8, "ignore_eos": True, "seed": 7}
     return [
         Order("mid-prefill", COMPLETIONS, {**body, "prompt": "A: " + long, "temperature": 0}),
@@ -95,7 +98,9 @@ def stopped(orders: list[Order], undisturbed: list[Followed]) -> dict[int, Order
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[ServerProcess]:
-    with ServerProcess(NAME, max_num_seqs=SLOTS, log_stats_interval=0) as running:
+    with ServerProcess(
+        NAME, max_num_seqs=SLOTS, max_num_batched_tokens=BUDGET, log_stats_interval=0
+    ) as running:
         yield running
 
 
@@ -135,8 +140,9 @@ class Kill:
         return self.server.http.get("/readyz").status_code
 
     def _all_in(self) -> bool:
-        load = self.server.http.get("/load").json()
-        return bool(load["running"] == SLOTS - 1 and load["waiting"] >= 4)
+        alive = self.server.http.get("/v1/requests?state=alive").json()["data"]
+        states = Counter(request["state"] for request in alive)
+        return states["prefill"] == 2 and states["queued"] == 4
 
 
 def engine_of(server: ServerProcess) -> dict[str, Any]:
