@@ -328,8 +328,9 @@ def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: 
         f"{measured.when} UTC, {measured.cores} cores, "
         "client on the same cores. Calibrated on the first W1 run only: "
         f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
-        f"{fit.gamma * 1e9:.1f} ns a query-key pair ({decoding * 1e9:.1f} of a row that decodes), "
-        f"{fit.delta * 1e6:.1f} µs a sequence, "
+        f"(but {fit.knee} cost as many as fewer), {fit.gamma * 1e9:.0f} ns a query-key pair of a "
+        f"prompt, {decoding * 1e9:.0f} ns a token that decoding rows read, "
+        f"{fit.delta * 1e6:.0f} µs a sequence, "
         f"scatter {known.spread:.0%}; {front.per_request * 1e3:.2f} ms a request at the door, "
         f"{front.delivery * 1e3:.2f} ms and {front.per_row * 1e6:.0f} µs a row to the client "
         f"(what is left of the first run: {off:.1%}).",

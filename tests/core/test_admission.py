@@ -110,27 +110,36 @@ def test_the_cost_model_recovers_the_coefficients() -> None:
     assert model.budget(0.0, decodes, 10_000) == 10
 
 
-def test_pairs_of_decoding_rows_are_told_apart_from_those_of_chunks() -> None:
+def test_the_finer_model_tells_apart_what_waits_for_memory_and_what_is_computed() -> None:
     rng = np.random.default_rng(2)
-    apart, together = CostModel(apart=True), CostModel()
-    true = Coefficients(5e-3, 2e-4, 3e-8, 1e-4, 9e-7)
-    for cost in steps(3, 800):
-        cost = cost + StepCost.decoding(int(rng.integers(1, 64)), int(rng.integers(1, 900)))
-        for model in (apart, together):
+    fine, plain = CostModel(fine=True), CostModel()
+    true = Coefficients(5e-3, 2e-4, 3e-8, 1e-4, 9e-7, 16)
+    for number, cost in enumerate(steps(3, 800)):
+        decodes = StepCost.decoding(int(rng.integers(1, 64)), int(rng.integers(1, 900)))
+        cost = decodes.sharing(decodes.decode_reads // 2) + (StepCost(0, 0, 0), cost)[number % 2]
+        for model in (fine, plain):
             model.observe(cost, true.predict(cost))
-    fit = apart.coefficients
-    assert dataclasses.astuple(fit) == pytest.approx(dataclasses.astuple(true), rel=0.02)
-    assert together.coefficients.epsilon is None
+    assert dataclasses.astuple(fine.coefficients) == pytest.approx(
+        dataclasses.astuple(true), rel=0.02
+    )
+    assert (plain.coefficients.epsilon, plain.coefficients.knee) == (None, 0)
+
+
+def test_up_to_the_knee_rows_are_free_and_shared_pages_are_read_once() -> None:
+    cost = Coefficients(5e-3, 2e-4, 3e-8, 0.0, 9e-7, 16)
+    assert cost.predict(StepCost(1, 0, 1)) == cost.predict(StepCost(16, 0, 1))
+    assert cost.predict(StepCost(17, 0, 1)) > cost.predict(StepCost(16, 0, 1))
     decodes = StepCost.decoding(64, 500)
-    assert apart.predict(decodes) == pytest.approx(true.predict(decodes), rel=0.01)
-    assert true.scaled(2.0).predict(decodes) == pytest.approx(2.0 * true.predict(decodes))
+    saved = cost.predict(decodes) - cost.predict(decodes.sharing(1000))
+    assert saved == pytest.approx(1000 * 9e-7)
+    assert cost.scaled(2.0).predict(decodes) == pytest.approx(2.0 * cost.predict(decodes))
 
 
 def test_the_features_of_a_plan_add_up() -> None:
     sequences = [Sequence(Request(id=str(i), prompt=(1,) * 40, max_tokens=4)) for i in range(3)]
     chunks = (Chunk(sequences[0], 39, 1, 1), Chunk(sequences[1], 10, 3, 0))
     both = StepCost.of(Plan(0, chunks))
-    assert both == StepCost(4, 40 + 11 + 12 + 13, 2, 40)
+    assert both == StepCost(4, 40 + 11 + 12 + 13, 2, 40, 40)
     assert both == sum((StepCost.of(Plan(0, (c,))) for c in chunks), StepCost(0, 0, 0))
 
 

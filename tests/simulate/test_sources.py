@@ -30,13 +30,14 @@ turnstile_turn_cost_seconds{per="step"} 0.002
 turnstile_turn_cost_seconds{per="token"} 1e-4
 turnstile_turn_cost_seconds{per="query_key_pair"} 3e-08
 turnstile_turn_cost_seconds{per="sequence"} 5e-5
-turnstile_turn_cost_seconds{per="decode_pair"} 9e-8
+turnstile_turn_cost_seconds{per="decode_read"} 9e-8
+turnstile_turn_cost_knee_tokens 16.0
 turnstile_cost_samples 321.0
 """
 
 
 def test_costs_are_read_from_the_metrics() -> None:
-    assert parse_costs(EXPOSED) == (Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8), 321)
+    assert parse_costs(EXPOSED) == (Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16), 321)
     with pytest.raises(CalibrationError, match="turn_cost"):
         parse_costs("turnstile_steps_total 3")
     with pytest.raises(CalibrationError, match="beta"):
@@ -46,7 +47,7 @@ def test_costs_are_read_from_the_metrics() -> None:
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     known = Calibration(
         source="a test",
-        coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8),
+        coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16),
         samples=300,
         spread=0.1,
         front=Front(1e-3, 2e-3, 3e-5),

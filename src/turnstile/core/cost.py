@@ -6,30 +6,49 @@
 (attention), ``batch`` the sequences (per-sequence overhead). Least squares over the measured steps
 with exponential forgetting; a coefficient that would be negative is held at zero.
 
-A pair of a row that decodes waits for memory, as nobody else reads that K and V; the pairs of a
-prompt's chunk share what is read. Where both occur enough to be told apart, gamma is the chunks'
-and epsilon that of decoding rows.
+That is enough to cut prompts by. Who foretells whole loads (:mod:`turnstile.simulate`, the gate)
+wants the finer model, a roofline in three places:
+
+    seconds = alpha + beta · max(tokens, knee) + gamma · Σ q·context of prompts' chunks
+              + delta · batch + epsilon · tokens of K and V that decoding rows read
+
+Up to the knee a step waits for the weights, however many rows it has. The pairs of a chunk share
+what is read and take time to compute; rows that decode wait for their K and V, once for a page that
+several of them share, as it is in the processor's cache by then.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from turnstile.core.plan import Plan
+
+Matrix = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """The features of one step. ``decode_context`` is the part of ``query_context`` that belongs to
-    chunks of a single row.
+    """The features of one step.
+
+    Attributes
+    ----------
+    tokens, query_context, batch
+        Rows, query-key pairs, sequences.
+    decode_context
+        The part of ``query_context`` that belongs to chunks of a single row.
+    decode_reads
+        Tokens of K and V which those rows read, shared ones once.
     """
 
     tokens: int
     query_context: int
     batch: int
     decode_context: int = 0
+    decode_reads: int = 0
 
     def __add__(self, other: StepCost) -> StepCost:
         return StepCost(
@@ -37,17 +56,24 @@ class StepCost:
             self.query_context + other.query_context,
             self.batch + other.batch,
             self.decode_context + other.decode_context,
+            self.decode_reads + other.decode_reads,
         )
+
+    def sharing(self, tokens: int) -> StepCost:
+        """The same where so many tokens of K and V are read for more than one sequence."""
+        return replace(self, decode_reads=max(0, self.decode_reads - tokens))
 
     @classmethod
     def decoding(cls, rows: int, context: float) -> StepCost:
         """Of so many sequences that decode, with so much context each."""
         pairs = int(rows * context)
-        return cls(rows, pairs, rows, pairs)
+        return cls(rows, pairs, rows, pairs, pairs)
 
     @classmethod
     def of(cls, plan: Plan) -> StepCost:
-        """Count a plan's. Query i of a chunk sees ``start + i + 1`` tokens."""
+        """Count a plan's. Query i of a chunk sees ``start + i + 1`` tokens. Nothing is taken to be
+        shared (see :meth:`sharing`).
+        """
         tokens = query_context = decode_context = 0
         for chunk in plan.chunks:
             count = chunk.count
@@ -56,13 +82,14 @@ class StepCost:
                 decode_context += chunk.start + 1
             else:
                 query_context += count * chunk.start + count * (count + 1) // 2
-        return cls(tokens, query_context + decode_context, len(plan.chunks), decode_context)
+        pairs = query_context + decode_context
+        return cls(tokens, pairs, len(plan.chunks), decode_context, decode_context)
 
 
 @dataclass(frozen=True, slots=True)
 class Coefficients:
-    """Seconds: per step, per token, per query-key pair, per sequence, and per pair of a row that
-    decodes (None: as any pair).
+    """Seconds: per step, per token, per query-key pair, per sequence, and per token that decoding
+    rows read (None: their pairs cost what all do). Fewer tokens than ``knee`` cost as many.
     """
 
     alpha: float
@@ -70,17 +97,18 @@ class Coefficients:
     gamma: float
     delta: float
     epsilon: float | None = None
+    knee: int = 0
 
     def predict(self, cost: StepCost) -> float:
         """Seconds the step takes."""
         seconds = (
             self.alpha
-            + self.beta * cost.tokens
+            + self.beta * max(self.knee, cost.tokens)
             + self.gamma * cost.query_context
             + self.delta * cost.batch
         )
         if self.epsilon is not None:
-            seconds += (self.epsilon - self.gamma) * cost.decode_context
+            seconds += self.epsilon * cost.decode_reads - self.gamma * cost.decode_context
         return seconds
 
     def scaled(self, factor: float) -> Coefficients:
@@ -88,37 +116,42 @@ class Coefficients:
         epsilon = None if self.epsilon is None else self.epsilon * factor
         return Coefficients(
             self.alpha * factor, self.beta * factor, self.gamma * factor, self.delta * factor,
-            epsilon,
+            epsilon, self.knee,
         )  # fmt: skip
 
 
 class CostModel:
     """Fits :class:`Coefficients` to the steps it is shown.
 
-    ``observe`` is O(1); the fit is made anew at most every ``REFIT`` steps, when it is asked for.
+    ``observe`` is O(1); the fit is made anew at most every ``REFIT`` steps (``REFIT_FINE`` for
+    the finer model), when it is asked for.
 
     Parameters
     ----------
-    apart
-        Fit the pairs of decoding rows apart from those of chunks. It says more of steps like those
-        that were seen, and less of others.
+    fine
+        Fit the finer model. It says more of steps like those that were seen.
     """
 
-    REFIT = 32
+    REFIT, REFIT_FINE = 32, 64
     HALF_LIFE = 1000.0
     WARM = 20
     # Brings the features to one magnitude, so that the ridge means the same for each.
     SCALE = np.array([1.0, 1e2, 1e5, 1e2, 1e4])
+    KNEES = np.array([0, 8, 16, 32, 64, 128])
+    """Those that are tried; the lowest is taken that leaves no more than chance to higher ones."""
 
-    def __init__(self, *, apart: bool = False) -> None:
-        self.apart = apart
+    def __init__(self, *, fine: bool = False) -> None:
+        self.fine = fine
         self.samples = 0
         self.largest_batch = 0
         """Sequences of the largest step seen: what more cost is extrapolated."""
-        size = 5 if apart else 4
+        size = 5 if fine else 4
         self._scale = self.SCALE[:size]
-        self._gram = np.zeros((size, size))
-        self._moment = np.zeros(size)
+        self._knees = self.KNEES if fine else self.KNEES[:1]
+        # For each knee. The sum of the weights is what is left before anything is explained.
+        self._gram = np.zeros((len(self._knees), size, size))
+        self._moment = np.zeros((len(self._knees), size))
+        self._weight = 0.0
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
         self._fitted_at = -1
         self._coefficients = Coefficients(0.0, 0.0, 0.0, 0.0)
@@ -134,12 +167,17 @@ class CostModel:
             return
         # Relative errors count: a step of 5 ms matters as much as one of 500.
         values = [1.0, cost.tokens, cost.query_context, cost.batch]
-        if self.apart:
+        if self.fine:
             values[2] -= cost.decode_context
-            values.append(cost.decode_context)
-        features = np.array(values) / self._scale / seconds
-        self._gram = self._gram * self._decay + np.outer(features, features)
-        self._moment = self._moment * self._decay + features
+            values.append(cost.decode_reads)
+        features = np.tile(np.array(values), (len(self._knees), 1))
+        np.maximum(features[:, 1], self._knees, out=features[:, 1])
+        features /= self._scale * seconds
+        self._gram *= self._decay
+        self._gram += features[:, :, None] * features[:, None, :]
+        self._moment *= self._decay
+        self._moment += features
+        self._weight = self._weight * self._decay + 1.0
         self.samples += 1
         self.largest_batch = max(self.largest_batch, cost.batch)
 
@@ -148,7 +186,7 @@ class CostModel:
         """The current fit, all zero while nothing was seen."""
         if self.samples and (
             self._fitted_at < 0
-            or self.samples - self._fitted_at >= self.REFIT
+            or self.samples - self._fitted_at >= (self.REFIT_FINE if self.fine else self.REFIT)
             or self.samples <= self.WARM
         ):
             self._fit()
@@ -176,15 +214,30 @@ class CostModel:
         return min(largest, decodes.tokens + max(0, int(left / per_token)))
 
     def _fit(self) -> None:
-        active = list(range(len(self._scale)))
-        solution = np.zeros(len(active))
-        while active:
-            gram = self._gram[np.ix_(active, active)]
-            ridge = 1e-6 * np.trace(gram) / len(active) + 1e-12
-            part = np.linalg.solve(gram + ridge * np.eye(len(active)), self._moment[active])
-            if (part >= 0).all():
-                solution[active] = part
-                break
-            active.pop(int(np.argmin(part)))
-        self._coefficients = Coefficients(*(solution / self._scale).tolist())
+        least = math.inf
+        for knee, gram, moment in zip(self._knees.tolist(), self._gram, self._moment, strict=True):
+            solution = _least_squares(gram, moment)
+            left = float(self._weight - 2.0 * moment @ solution + solution @ gram @ solution)
+            # A higher knee must explain more than chance does.
+            chance = 4.0 * max(left / self._weight, 1e-4)
+            if least == math.inf or left < least - chance:
+                least = left
+                alpha, beta, gamma, delta, *rest = (solution / self._scale).tolist()
+                epsilon = rest[0] if self.fine else None
+                self._coefficients = Coefficients(alpha, beta, gamma, delta, epsilon, knee)
         self._fitted_at = self.samples
+
+
+def _least_squares(gram: Matrix, moment: Matrix) -> Matrix:
+    """The solution of the normal equations without what would be negative."""
+    active = list(range(len(moment)))
+    solution = np.zeros(len(moment))
+    while active:
+        part_gram = gram[np.ix_(active, active)]
+        ridge = 1e-6 * np.trace(part_gram) / len(active) + 1e-12
+        part = np.linalg.solve(part_gram + ridge * np.eye(len(active)), moment[active])
+        if (part >= 0).all():
+            solution[active] = part
+            break
+        active.pop(int(np.argmin(part)))
+    return solution

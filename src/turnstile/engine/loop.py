@@ -71,7 +71,7 @@ class StepLoop:
         self._step_seconds = 0.0
         self._step_tokens = 0
         # What a simulator needs to foretell a step's end: the pass and all that is around it.
-        self._turns = StepCostModel(apart=True)
+        self._turns = StepCostModel(fine=True)
         self._turn_began: float | None = None
 
     @property
@@ -170,6 +170,7 @@ class StepLoop:
             self.executor.copy_pages(plan.copies)
         if not plan:
             return
+        cost = StepCost.of(plan).sharing(self._read_again())
         began = self._clock()
         results, whole = self._execute(plan)
         ended_at = self._clock()
@@ -182,9 +183,14 @@ class StepLoop:
         for progress in self.scheduler.commit(plan, outcomes, ended_at, seconds):
             self._add_row(progress, results[progress.chunk])
         now = self._clock()
-        self._turns.observe(StepCost.of(plan), now - turn_began)
+        self._turns.observe(cost, now - turn_began)
         if self.scheduler.has_work:
             self._turn_began = now
+
+    def _read_again(self) -> int:
+        """Tokens in the pages of those running, beyond those in pages: shared ones come again."""
+        scheduler, pool = self.scheduler, self.scheduler.pool
+        return (sum(len(s.table) for s in scheduler.running) - pool.num_held) * pool.page_size
 
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
@@ -321,5 +327,6 @@ class StepLoop:
 def _fitted(model: StepCostModel) -> CostModel:
     fit = model.coefficients
     return CostModel(
-        fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch, fit.epsilon
-    )
+        fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch, fit.epsilon,
+        fit.knee,
+    )  # fmt: skip

@@ -115,8 +115,9 @@ class Row(msgspec.Struct, array_like=True):
 class CostModel(msgspec.Struct, array_like=True, frozen=True):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
-    ``epsilon`` is what a pair of a decoding row costs, None: as any. ``samples`` counts the steps
-    it was fitted to; 0 means cold. ``largest_batch`` is the most sequences one of them had.
+    ``samples`` counts the steps it was fitted to; 0 means cold. ``largest_batch`` is the most
+    sequences one of them had. ``epsilon`` and ``knee`` are those of the finer model
+    (:mod:`turnstile.core.cost`), None and 0 where it is the plain one.
     """
 
     alpha: float = 0.0
@@ -126,6 +127,7 @@ class CostModel(msgspec.Struct, array_like=True, frozen=True):
     samples: int = 0
     largest_batch: int = 0
     epsilon: float | None = None
+    knee: int = 0
 
 
 class Snapshot(msgspec.Struct, array_like=True):

@@ -165,7 +165,7 @@ def _tasks() -> float:
         return 0
 
 
-_COSTS = ("step", "token", "query_key_pair", "sequence", "decode_pair")
+_COSTS = ("step", "token", "query_key_pair", "sequence", "decode_read")
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _STATES = tuple(state.value for state in EngineState)
 _REASONS = tuple(reason.value for reason in WaitReason)
@@ -249,11 +249,14 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_total("bad_rows")),
         Series(kind="gauge", name="step_cost_seconds",
                help="Fitted cost of a forward pass: per step, token, query-key pair, sequence, and "
-               "query-key pair of a sequence that decodes.",
+               "token of K and V that decoding sequences read.",
                read=_cost("cost"), label="per", values=_COSTS),
         Series(kind="gauge", name="turn_cost_seconds",
                help="The same of whole turns of the loop, with planning and messages.",
                read=_cost("turn"), label="per", values=_COSTS),
+        Series(kind="gauge", name="turn_cost_knee_tokens",
+               help="Tokens up to which a turn costs the same: it waits for the weights.",
+               read=lambda metrics: metrics.snapshot.turn.knee),
         Series(kind="gauge", name="cost_samples", help="Steps the fit of turns was made from.",
                read=lambda metrics: metrics.snapshot.turn.samples),
         Series(kind="gauge", name="cost_largest_batch",

@@ -24,7 +24,7 @@ _PARTS = {
     "beta": "token",
     "gamma": "query_key_pair",
     "delta": "sequence",
-    "epsilon": "decode_pair",
+    "epsilon": "decode_read",
 }
 
 
@@ -170,7 +170,7 @@ def parse_costs(metrics: str) -> tuple[Coefficients, int]:
     CalibrationError
         They are not in there, or make no sense.
     """
-    values: dict[str, float] = {}
+    values: dict[str, Any] = {}
     for name, part in _PARTS.items():
         line = re.search(
             rf'^turnstile_turn_cost_seconds{{per="{part}"}} (\S+)$', metrics, re.MULTILINE
@@ -178,6 +178,7 @@ def parse_costs(metrics: str) -> tuple[Coefficients, int]:
         if line is None:
             raise CalibrationError("The metrics have no turnstile_turn_cost_seconds.")
         values[name] = float(line.group(1))
+    values["knee"] = _gauge(metrics, "turnstile_turn_cost_knee_tokens")
     count = _gauge(metrics, "turnstile_cost_samples")
     try:
         return (finite(Coefficients(**values)) if count else Coefficients(**values)), count

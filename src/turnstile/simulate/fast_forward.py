@@ -139,7 +139,7 @@ class FastForward(Scheduler):
         """What those asleep add to the step that was just planned."""
         count = len(self._asleep)
         context = self._context + count
-        return StepCost(count, context, count, context)
+        return StepCost(count, context, count, context, context)
 
     # -- the step ---------------------------------------------------------------------------------
 

@@ -147,17 +147,25 @@ class TurnstileMachine:
         asleep = self._asleep()
         if not plan and not asleep.batch:
             return None
-        work = Work(asleep.batch, asleep.query_context).add(plan)
+        work = self._work(asleep).add(plan)
         seconds = self._seconds = self.setup.timing.seconds(work, plan.step)
         self.journal.step(seconds, work, scheduler.pool.num_held)
         return now + seconds
+
+    def _work(self, asleep: StepCost) -> Work:
+        """What those asleep compute, and how much of all that is read is shared."""
+        work, scheduler = Work(asleep.batch, asleep.query_context), self.scheduler
+        if self.load.shared is not None:
+            pages = sum(len(s.table) for s in scheduler.running)
+            work.read_again = (pages - scheduler.pool.num_held) * scheduler.pool.page_size
+        return work
 
     def _skip(self, scheduler: FastForward, now: float, until: float) -> float:
         """Take the steps in which everybody sleeps; returns when the last of them has ended."""
         journal, timing, front = self.journal, self.setup.timing, self.setup.front
         while scheduler.steady:
             cost = scheduler.asleep
-            work = Work(cost.batch, cost.query_context)
+            work = self._work(cost)
             seconds = timing.seconds(work, scheduler.statistics.steps)
             end = now + seconds
             if not end < until or not scheduler.skip(end, seconds):

@@ -26,6 +26,8 @@ class Work:
     chunks, chunk_tokens, chunk_pairs, chunk_context
         Longer chunks: how many, their tokens, their query-key pairs, and the tokens of K and V
         they have to read (each once).
+    read_again
+        Tokens of K and V that are read for more than one sequence, beyond the first.
     """
 
     decodes: int = 0
@@ -34,6 +36,7 @@ class Work:
     chunk_tokens: int = 0
     chunk_pairs: int = 0
     chunk_context: int = 0
+    read_again: int = 0
 
     def add(self, plan: Plan) -> Work:
         """Count a plan's chunks too; returns itself."""
@@ -57,6 +60,7 @@ class Work:
             self.decode_context + self.chunk_pairs,
             self.decodes + self.chunks,
             self.decode_context,
+            max(0, self.decode_context - self.read_again),
         )
 
 
