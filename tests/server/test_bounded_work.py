@@ -15,7 +15,7 @@ import pytest
 
 from server.served import Serve, Served
 from turnstile.server.errors import ApiError
-from turnstile.server.json_body import MAX_CONTAINERS, decode
+from turnstile.server.json_body import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, decode
 from turnstile.server.schemas import CompletionRequest, DetokenizeRequest
 from turnstile.text.chat import ChatEncoder, ChatInput, ChatPrompt
 from turnstile.text.messages import MAX_ARGUMENTS_CHARS
@@ -73,6 +73,42 @@ def test_millions_of_lists_are_refused_before_they_are_built(
     with pytest.raises(ApiError, match=f"more than {MAX_CONTAINERS} arrays and objects") as caught:
         decode(body.encode(), CompletionRequest)
     assert caught.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        '"prompt": [' + "1," * (MAX_VALUES + 1) + "1]",
+        '"prompt": [' + '"",' * (MAX_VALUES + 1) + '""]',
+        '"logit_bias": {' + '"1":1,' * (MAX_KEYS + 1) + '"2":2}',
+    ],
+    ids=["ids", "texts", "keys"],
+)
+def test_millions_of_values_are_refused_before_they_are_built(
+    monkeypatch: pytest.MonkeyPatch, field: str
+) -> None:
+    monkeypatch.setattr("turnstile.server.json_body._decoder", never)
+    with pytest.raises(ApiError, match=f"{MAX_KEYS} keys or {MAX_VALUES} values") as caught:
+        decode(b"{" + field.encode() + b"}", CompletionRequest)
+    assert caught.value.status == 400
+
+
+def test_as_many_ids_as_may_be_detokenized_are_no_millions() -> None:
+    ids = [7] * MAX_VALUES
+    assert decode(json.dumps({"tokens": ids}).encode(), DetokenizeRequest).tokens == ids
+
+
+def test_commas_and_colons_inside_texts_are_texts() -> None:
+    text = ":, " * (MAX_VALUES + 1)
+    assert decode(json.dumps({"prompt": text}).encode(), CompletionRequest).prompt == text
+
+
+@pytest.mark.parametrize("value", ["1e999", "-1e999", "1" + "0" * 5000])
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "seed"])
+def test_a_number_beyond_all_numbers_is_named(field: str, value: str) -> None:
+    with pytest.raises(ApiError, match=f"{field} is a number of more than 64 bits") as caught:
+        decode(f'{{"{field}": {value}}}'.encode(), CompletionRequest)
+    assert caught.value.param == field
 
 
 def test_brackets_inside_texts_are_texts() -> None:
@@ -145,7 +181,7 @@ def test_arguments_too_long_to_parse_are_refused(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
-        async with serve() as served:
+        async with serve(config={"max_text_size": 10**6}) as served:
             monkeypatch.setattr("turnstile.text.messages.parse_arguments", never)
             arguments = "[" + "1," * MAX_ARGUMENTS_CHARS + "1]"
             call = {"function": {"name": "f", "arguments": arguments}}

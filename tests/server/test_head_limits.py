@@ -123,6 +123,9 @@ def test_what_follows_a_request_never_takes_the_place_of_its_answer(serve: Serve
             assert await answered(port, GET + b"?\r\n\r\n") == [200]
             whole = GET[:-2] + b"a: " + b"b" * 70_000 + b"\r\n\r\n"
             assert await answered(port, whole) == [431]
+            lines = b"a: b\r\n" * (head_limits.MAX_HEADERS - 2)
+            assert await answered(port, LAST[:-2] + lines + b"\r\n") == [200]
+            assert await answered(port, LAST[:-2] + lines + b"a: b\r\n\r\n") == [431]
 
     async def held(served: Served, port: int, data: bytes) -> list[int]:
         served.engine.held, before = True, len(served.engine.streams)

@@ -77,6 +77,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {"1": "x"}}, "logit_bias"),
     ({"logit_bias": {"1": 101}}, "logit_bias"),
     ({"logit_bias": []}, "logit_bias"),
+    ({"cache_salt": "x" * 1025}, "cache_salt"),
     ({"logit_bias": {str(k): 1 for k in range(50_000)}}, "logit_bias"),
 ]
 
@@ -302,6 +303,9 @@ def test_unknown_routes_and_methods_are_json_errors(serve: Serve) -> None:
             assert answer.status_code == 405
             assert answer.headers["allow"] == "POST"
             assert "POST" in answer.json()["error"]["message"]
+            answer = await served.client.put("/v1/requests/x")
+            assert answer.headers["allow"] == "DELETE, GET, HEAD"
+            assert answer.json()["error"]["message"].endswith("use DELETE, GET, HEAD.")
 
     asyncio.run(test())
 

@@ -327,6 +327,23 @@ def test_a_deadline_holds_while_a_request_is_being_read(
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"), [("/tokenize", {"prompt": "hello"}), ("/detokenize", {"tokens": [70]})]
+)
+def test_a_deadline_that_has_passed_is_a_504_however_short_the_work(
+    serve: Serve, path: str, body: dict[str, Any]
+) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            assert (await served.post(path, **body, timeout=60)).status_code == 200
+            assert (await served.post(path, **body, timeout=1e-9)).status_code == 504
+            headers = {"x-request-timeout": "soon"}
+            answer = await served.client.post(path, json=body, headers=headers)
+            assert answer.json()["error"]["param"] == "x-request-timeout"
+
+    asyncio.run(test())
+
+
 def test_a_flood_of_new_grammars_is_refused_and_holds_up_neither_probes_nor_known_ones(
     serve: Serve,
 ) -> None:

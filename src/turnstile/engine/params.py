@@ -120,6 +120,7 @@ def _in_range(
     if bad or (open_low and value <= low):
         subject = f"{name}: {what}" if what else name
         bracket = "above" if open_low else "at least"
+        least, most = (f"{end:g}" if isinstance(end, float) else end for end in (low, high))
         raise ParameterError(
-            f"{subject} must be {bracket} {low:g} and at most {high:g}, not {value!r}.", name
+            f"{subject} must be {bracket} {least} and at most {most}, not {value!r}.", name
         )

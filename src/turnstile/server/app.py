@@ -96,7 +96,7 @@ class App:
             exchange.scope["app"] = self
             await self._router(exchange.scope, None, None)  # type: ignore[arg-type]
         except HTTPException as error:
-            await self._refuse(exchange, _from_http(error, exchange))
+            await self._refuse(exchange, self._from_http(exchange, error))
         except Exception as error:
             await self._refuse(exchange, self._known(exchange, error))
 
@@ -136,7 +136,7 @@ class App:
         asked = exchange.header(b"access-control-request-headers")
         exchange.common_headers = exchange.common_headers[:1]
         headers = self.service.cors.preflight_headers(origin, asked)
-        headers.append((b"allow", ", ".join(methods).encode()))
+        headers.append((b"allow", ", ".join(sorted([*methods, "OPTIONS"])).encode()))
         await exchange.respond(b"", 204, headers=headers)
 
     def _methods(self, exchange: Exchange) -> list[str]:
@@ -146,7 +146,15 @@ class App:
             assert isinstance(route, Route)
             if exchange.path == "*" or route.matches(exchange.scope)[0] is not Match.NONE:
                 found |= route.methods or set()
-        return sorted(found | {"OPTIONS"}) if found else []
+        return sorted(found)
+
+    def _from_http(self, exchange: Exchange, error: HTTPException) -> ApiError:
+        """Starlette's own refusals: a method the route does not know. It names one route's."""
+        if error.status_code != 405:
+            return ApiError(error.status_code, error.detail)
+        allowed = ", ".join(self._methods(exchange))
+        message = f"{exchange.method} is not allowed here; use {allowed}."
+        return ApiError(405, message, headers=[(b"allow", allowed.encode())])
 
     def _finish(self, exchange: Exchange) -> None:
         status = exchange.status or 499
@@ -160,13 +168,3 @@ class App:
 
 async def _no_route(scope: Any, receive: Any, send: Any) -> None:
     raise ApiError(404, f"There is no route {scope['path'][:100]}.", code="route_not_found")
-
-
-def _from_http(error: HTTPException, exchange: Exchange) -> ApiError:
-    """Starlette's own refusals: a method the route does not know."""
-    headers = [(k.lower().encode(), v.encode()) for k, v in (error.headers or {}).items()]
-    message = error.detail
-    if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "another method")
-        message = f"{exchange.method} is not allowed here; use {allowed}."
-    return ApiError(error.status_code, message, headers=headers)

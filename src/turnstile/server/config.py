@@ -53,7 +53,7 @@ class ServerConfig:
     """Seconds a client has to send its request body."""
     max_text_size: int | None = None
     """Most characters of a conversation, and of text that is cut or only counted. Default: 16 for
-    each token of the context, at least 1048576."""
+    each token of the context, at least 262144."""
     max_stop_strings: int = 16
     """Most stop strings of a request."""
     max_logprobs: int = 20

@@ -1,10 +1,10 @@
 """Bounds on what surrounds a body: uvicorn collects headers and trailers without end.
 
-A head larger than :data:`MAX_HEAD_BYTES` is answered 431, one that does not arrive within
-:data:`HEAD_SECONDS` 408, trailers are dropped, and no connection has more than
-:data:`MAX_PIPELINED` requests waiting. None of that reaches the application. An upgrade to
-another protocol (``h2c``, ``websocket``) is not taken: RFC 9110, section 7.8, lets a server
-answer in HTTP/1.1 as if the header were not there.
+A head larger than :data:`MAX_HEAD_BYTES`, or of more lines than :data:`MAX_HEADERS`, is answered
+431, one that does not arrive within :data:`HEAD_SECONDS` 408, trailers are dropped, and no
+connection has more than :data:`MAX_PIPELINED` requests waiting. None of that reaches the
+application. An upgrade to another protocol (``h2c``, ``websocket``) is not taken: RFC 9110,
+section 7.8, lets a server answer in HTTP/1.1 as if the header were not there.
 
 A refusal never stands where the answer to another request belongs: what was asked in full before
 is answered first, and then the connection is closed.
@@ -22,6 +22,7 @@ from turnstile.server.direct import WRITER, DirectWriter
 from turnstile.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
+MAX_HEADERS = 256
 HEAD_SECONDS = 30.0
 MAX_PIPELINED = 1000
 """Requests of a connection that may wait for the answers before theirs."""
@@ -115,6 +116,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
             self._refuse_size()
+            raise RefusedError
+        if len(self.headers) > MAX_HEADERS:
+            self._refuse(431, f"The request has more than {MAX_HEADERS} headers.")
             raise RefusedError
         if len(self.pipeline) >= MAX_PIPELINED:
             self._end()

@@ -29,11 +29,13 @@ _WORDS = {
 }
 _UNKNOWN_SHOWN = 20
 MAX_CONTAINERS = 1 << 17
-"""Most arrays and objects in a body. Building millions holds up everybody: it cannot be done in
-a thread, because the decoder keeps the interpreter's lock."""
-_QUOTE = ord('"')
+MAX_KEYS = 1 << 18
+MAX_VALUES = 1 << 20
+"""Most arrays and objects, keys, and values in a body. Building millions holds up everybody: it
+cannot be done in a thread, because the decoder keeps the interpreter's lock."""
+_OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
 # A string need not end: looking for the end again from each quote would be quadratic.
-_STRING_OR_CONTAINER = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{]', re.DOTALL)
+_STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:,]', re.DOTALL)
 
 
 def decode(body: bytes, kind: type[T]) -> T:
@@ -41,9 +43,9 @@ def decode(body: bytes, kind: type[T]) -> T:
 
     Unknown fields are ignored, with a debug line that names them. Raises :class:`ApiError` 400:
     ``invalid_json`` for what is no JSON, else with ``param`` set to the field at fault. A body of
-    more than ``MAX_CONTAINERS`` arrays and objects is refused before it is parsed.
+    too many values is refused before it is parsed.
     """
-    _check_containers(body)
+    _check_counts(body)
     try:
         request: T = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
@@ -59,17 +61,21 @@ def decode(body: bytes, kind: type[T]) -> T:
     return request
 
 
-def _check_containers(body: bytes) -> None:
-    """Raise :class:`ApiError` 400 for too many arrays and objects. Brackets in texts are none."""
-    if body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS:
+def _check_counts(body: bytes) -> None:
+    """Raise :class:`ApiError` 400 for too many values. Brackets, colons and commas in texts are
+    none, but only where there are many it is worth the time to tell which are.
+    """
+    few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS
+    if few and body.count(b":") <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
         return
     containers = 0
-    for seen, match in enumerate(_STRING_OR_CONTAINER.finditer(body), start=1):
-        containers += body[match.start()] != _QUOTE
-        # Strings are counted with them, four to one, so that this loop ends as well.
+    for seen, match in enumerate(_STRING_OR_SIGN.finditer(body), start=1):
+        containers += body[match.start()] in b"[{"
+        # All signs and texts together are bounded as well, so that this loop ends soon.
         if containers > MAX_CONTAINERS or seen > 4 * MAX_CONTAINERS:
             raise bad_request(
-                f"The body holds more than {MAX_CONTAINERS} arrays and objects; split the request."
+                f"The body holds more than {MAX_CONTAINERS} arrays and objects, {MAX_KEYS} keys "
+                f"or {MAX_VALUES} values; split the request."
             )
 
 
@@ -89,6 +95,8 @@ def _field_error(text: str) -> ApiError:
         return bad_request(f"{param} is required.", param)
     expected = _EXPECTED.search(reason)
     name = param or "The body"
+    if reason in _OUT_OF_RANGE:
+        return bad_request(f"{name} is a number of more than 64 bits.", param)
     if expected:
         wanted = [_WORDS.get(word, word) for word in expected.group(1).split(" | ")]
         got = _WORDS.get(expected.group(2), expected.group(2))

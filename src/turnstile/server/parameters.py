@@ -14,6 +14,7 @@ from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationR
 from turnstile.server.tenants import MOST_PRIORITY, Tenant
 
 _MAX_STOP_LENGTH = 1024
+_MAX_SALT_LENGTH = 1024
 _MAX_TIMEOUT = 86_400.0
 _REMOVED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
 
@@ -27,6 +28,12 @@ def make_params(
     :class:`ApiError` 400 or :class:`ParameterError` for the first field that is wrong.
     """
     _refuse_unsupported(request)
+    if request.cache_salt is not None and len(request.cache_salt) > _MAX_SALT_LENGTH:
+        raise bad_request(
+            f"cache_salt has {len(request.cache_salt)} characters; at most {_MAX_SALT_LENGTH} may "
+            "be given. Send a hash of it.",
+            "cache_salt",
+        )
     defaults = model.defaults if config.generation_config == "auto" else GenerationDefaults()
 
     def pick(value: float | None, recommended: float | None, otherwise: float) -> float:

@@ -278,8 +278,10 @@ class Threads:
 async def ends_by(deadline: float | None) -> AsyncIterator[None]:
     """End what is awaited inside at ``deadline`` (``time.monotonic()``; None: never).
 
-    Raises :class:`ApiError` 504.
+    Raises :class:`ApiError` 504, also where it has passed already and nothing is awaited.
     """
+    if deadline is not None and deadline <= time.monotonic():
+        raise deadline_exceeded()
     try:
         async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
             yield
