@@ -1,9 +1,10 @@
 """Checks that the documents are true where a machine can tell.
 
 Relative links and their anchors lead somewhere; the `make` targets, `turnstile` verbs,
-`turnstile serve` flags, files and tests that are named exist; nothing that is tracked holds an
-absolute path of somebody's machine or names a package registry's host; what is generated (the page
-of metrics, the dashboard, the alert rules) is current, and every alert has its section. Files and
+`turnstile serve` flags, files and tests that are named exist; every page is in the index, and every
+module of `server` and `text` in the table of its page; nothing that is tracked holds an absolute
+path of somebody's machine or names a package registry's host; what is generated (the page of
+metrics, the dashboard, the alert rules) is current, and every alert has its section. Files and
 functions over the size gate are reported, and fail nothing.
 """
 
@@ -38,6 +39,8 @@ FORBIDDEN = re.compile(
     )
 )
 MAX_FILE, MAX_FUNCTION = 500, 60
+MODULES_OF = {"server": "http.md", "text": "text.md"}
+"""Packages whose modules are each named on a page."""
 
 
 def tracked(*patterns: str) -> list[Path]:
@@ -151,9 +154,24 @@ def wrong_in(path: Path) -> Iterator[str]:
     yield from unknown_files(text, files)
 
 
+def unlisted() -> Iterator[str]:
+    """Pages and modules that nobody finds."""
+    docs = ROOT / "docs"
+    index = (docs / "README.md").read_text()
+    for page in tracked("docs/*.md"):
+        link = page.relative_to(docs)
+        if page.name != "README.md" and f"({link})" not in index:
+            yield f"docs/README.md has no link to {link}"
+    for package, name in MODULES_OF.items():
+        page = docs / name
+        for module in tracked(f"src/turnstile/{package}/*.py"):
+            if module.stem != "__init__" and f"`{module.stem}`" not in page.read_text():
+                yield f"docs/{page.name} does not say what {package}/{module.name} is"
+
+
 def problems() -> list[str]:
     """Everything that is wrong, as sentences."""
-    found = []
+    found = list(unlisted())
     for path in tracked("*.md"):
         found += [f"{path.relative_to(ROOT)}: {each}" for each in wrong_in(path)]
     for path in tracked():

@@ -36,3 +36,20 @@ def test_what_is_there_is_not_complained_of(tmp_path: Path) -> None:
         "[elsewhere](https://example.org/nothing) `turnstile bench serve --num-prompts 5`\n"
     )
     assert list(check_docs.wrong_in(page)) == []
+
+
+def test_a_page_or_a_module_that_is_listed_nowhere_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert list(check_docs.unlisted()) == []
+    here = check_docs.tracked
+
+    def with_one_more(pattern: str) -> list[Path]:
+        return [*here(pattern), check_docs.ROOT / pattern.replace("*", "pigs")]
+
+    monkeypatch.setattr(check_docs, "tracked", with_one_more)
+    assert list(check_docs.unlisted()) == [
+        "docs/README.md has no link to pigs.md",
+        "docs/http.md does not say what server/pigs.py is",
+        "docs/text.md does not say what text/pigs.py is",
+    ]
