@@ -21,18 +21,43 @@ from turnstile.server.config import ConfigError, ServerConfig
 from turnstile.server.trace import Trace
 from turnstile.server.trails import RequestLog
 
+WANTED: dict[str, set[str]] = {
+    "M": {"name", "pid", "args"},
+    "X": {"name", "cat", "pid", "tid", "ts", "dur", "args"},
+    "C": {"name", "pid", "ts", "args"},
+    "b": {"name", "cat", "id", "pid", "tid", "ts", "args"},
+    "e": {"name", "cat", "id", "pid", "tid", "ts", "args"},
+    "i": {"name", "s", "pid", "tid", "ts"},
+}
+"""What the trace event format asks of each phase that is written here, and nothing else."""
+
+
+def check(event: dict[str, Any]) -> None:
+    """One event, by the format's rules: fields and types, whole microseconds from the start on."""
+    phase = event["ph"]
+    assert set(event) - {"ph"} - ({"tid"} if phase == "M" else set()) == WANTED[phase], event
+    assert isinstance(event["name"], str) and event["name"]  # noqa: PT018
+    for field in ("pid", "tid", "ts", "dur"):
+        assert type(event.get(field, 0)) is int, event
+        assert event.get(field, 0) >= 0, event
+    assert isinstance(event.get("args", {}), dict), event
+    if phase == "M":
+        assert event["name"] in ("process_name", "thread_name")
+        assert list(event["args"]) == ["name"]
+    elif phase == "C":
+        assert event["args"]
+        assert all(type(value) in (int, float) for value in event["args"].values()), event
+    elif phase == "i":
+        assert event["s"] in ("g", "p", "t")
+    elif phase in "be":
+        assert isinstance(event["id"], str)
+
 
 def read(path: Path) -> list[dict[str, Any]]:
     """The events of a trace, checked for what Perfetto needs to show them."""
     told: list[dict[str, Any]] = json.loads(path.read_text())
     for event in told:
-        assert event["ph"] in "MXCbei"
-        assert isinstance(event["pid"], int)
-        assert event["name"]
-        if event["ph"] != "M":
-            assert event["ts"] >= 0
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
+        check(event)
     opened: Counter[tuple[str, str]] = Counter()
     for event in told:
         if event["ph"] in "be":
