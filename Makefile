@@ -27,7 +27,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@echo "Building the native kernels (a minute or more)..."
 	@$(BIN)/python -m pip install --quiet ./csrc >$(VENV)/native-build.log 2>&1 \
 		&& echo "The native kernels are built." \
-		|| echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler): the slower reference kernels will be used."
+		|| echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler and Python's headers): the slower reference kernels will be used."
 	$(BIN)/turnstile pull
 	@touch $(STAMP)
 

@@ -112,7 +112,8 @@ def check_kernels() -> Finding:
     if find_spec("turnstile_kernels") is None:
         return Finding(
             "kernels", "note", "the native kernels are not installed: several times slower",
-            "In the source tree: make install, or pip install ./csrc (needs a C++20 compiler).",
+            "In the source tree: pip install ./csrc (needs a C++20 compiler and Python's headers, "
+            "on Debian g++ and python3-dev).",
         )  # fmt: skip
     return Finding("kernels", "ok", "native kernels are installed")
 

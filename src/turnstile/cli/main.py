@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -108,4 +110,8 @@ def _complain(message: str, code: int) -> int:
 
 def run() -> None:
     """Entry point of the ``turnstile`` command."""
+    if os.getpid() == 1:
+        # Nobody's default for SIGTERM holds for the first process of a container: until the server
+        # handles signals itself (a model may have to be fetched first) it could not be stopped.
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     sys.exit(main(sys.argv[1:]))

@@ -7,6 +7,12 @@ import os
 import socket
 
 
+def watched() -> bool:
+    """Whether systemd wants to hear ``WATCHDOG=1`` from us (``WatchdogSec=`` in the unit)."""
+    meant = os.environ.get("WATCHDOG_PID", str(os.getpid()))
+    return "WATCHDOG_USEC" in os.environ and meant == str(os.getpid())
+
+
 def notify(state: str) -> None:
     """Send a state such as ``READY=1`` or ``STOPPING=1``."""
     path = os.environ.get("NOTIFY_SOCKET")

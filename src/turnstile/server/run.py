@@ -25,7 +25,7 @@ from turnstile.engine.wording import counted
 from turnstile.server.app import App
 from turnstile.server.connection import Connection
 from turnstile.server.model import ServedModel
-from turnstile.server.notify import notify
+from turnstile.server.notify import notify, watched
 from turnstile.server.service import Phase, Service
 from turnstile.server.stats import ThroughputLine
 
@@ -148,13 +148,18 @@ class Life:
         self._first.set()
 
     async def _watch(self) -> None:
-        """Look once a second whether the engine died for good and a throughput line is due."""
+        """Look once a second whether the engine died for good and a throughput line is due, and
+        show systemd's watchdog that the event loop turns. The engine has a watchdog of its own.
+        """
         service = self._service
+        shown = watched()
         line = ThroughputLine(service.metrics, service.clock())
         interval = service.config.log_stats_interval
         due = service.clock() + interval
         while True:
             await asyncio.sleep(_WATCH)
+            if shown:
+                notify("WATCHDOG=1")
             if service.phase is Phase.READY and service.engine.state is EngineState.DEAD:
                 self._fail("The engine has died and cannot be restarted; leaving.")
                 return
