@@ -17,14 +17,21 @@ from turnstile.lab.svg import BOTTOM, HEIGHT, LEFT, MOST_POINTS, RIGHT, TOP, WID
 
 def test_a_page_names_no_address_and_escapes_what_it_shows(tmp_path: Path) -> None:
     part = Part("one", "A <title>")
-    part.say("5 < 6 & so on")
+    part.say("5 < 6 & so on, says `bench <x>`")
     part.show(Table("T", ("a", "b"), (("<x>", 1234567),), note="n"))
     part.show(Plot("P", "x", "y", (Series("s<1>", [0, 1], [2, 3]),)))
     part.claim("true", True)
     part.claim("false", False)
     page = render([part], "a model")
     assert not re.findall(r"https?:|src=|<script|@import|url\(", page)
-    for text in ("5 &lt; 6 &amp; so on", "&lt;x&gt;", "1,234,567", "s&lt;1&gt;", "1 of 2 claims"):
+    for text in (
+        "5 &lt; 6 &amp; so on",
+        "<code>bench &lt;x&gt;</code>",
+        "<td>&lt;x&gt;",
+        "1,234,567",
+        "s&lt;1&gt;",
+        "1 of 2 claims",
+    ):
         assert text in page
     HTMLParser().feed(page)
     assert "<x>" not in page

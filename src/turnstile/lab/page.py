@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from html import escape
 
@@ -24,7 +25,9 @@ h1 { line-height: 1.2; } h2 { margin-top: 3rem; border-top: 1px solid var(--line
 th, td { padding: .3rem .8rem; text-align: right; border-bottom: 1px solid var(--line);
   white-space: nowrap; font-variant-numeric: tabular-nums; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-.note, nav, footer { color: var(--dim); font-size: .88rem; } nav a { margin-right: 1rem; }
+code { font-size: .92em; }
+.note, nav, footer { color: var(--dim); font-size: .88rem; } nav a { margin-right: 1rem;
+  white-space: nowrap; } nav { display: flex; flex-wrap: wrap; }
 .claims { list-style: none; padding: 0; } .claims li { margin: .3rem 0; }
 .holds b { color: var(--good); } .fails b { color: var(--bad); }
 figure { margin: 1.2rem 0; } svg { width: 100%; height: auto; }
@@ -70,9 +73,14 @@ def _part(part: Part) -> str:
     )
 
 
+def _prose(text: str) -> str:
+    """A sentence; what stands between backticks is code."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
+
+
 def _block(block: str | Table | Plot) -> str:
     if isinstance(block, str):
-        return f"<p>{escape(block)}</p>"
+        return f"<p>{_prose(block)}</p>"
     if isinstance(block, Plot):
         names = "".join(
             f'<span><i class="c{i}"></i>{escape(s.name)}</span>' for i, s in enumerate(block.series)
@@ -86,7 +94,7 @@ def _block(block: str | Table | Plot) -> str:
         "<tr>" + "".join(f"<td>{escape(show_cell(cell))}</td>" for cell in row) + "</tr>"
         for row in block.rows
     )
-    note = f'<p class="note">{escape(block.note)}</p>' if block.note else ""
+    note = f'<p class="note">{_prose(block.note)}</p>' if block.note else ""
     return (
         f'<h3>{escape(block.title)}</h3><div class="wide"><table><thead><tr>{heads}</tr></thead>'
         f"<tbody>{rows}</tbody></table></div>{note}"

@@ -132,9 +132,9 @@ def _show(part: Part, found: dict[str, Capacity], unit: str) -> None:
                 f"TPOT p90, {unit}",
             ),
             tuple(rows),
-            note="Measured here, each number of users with two draws of the requests, and with a "
-            "third where they disagree: it depends on the machine and on what else it does. The "
-            "figures are those at the number found.",
+            note="Each number of users is tried with two draws of the requests, and with a third "
+            "where they disagree. The figures are those at the number found."
+            + ("" if unit == "steps" else " They depend on the machine and what else it does."),
         )
     )
     part.show(

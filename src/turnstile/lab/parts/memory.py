@@ -110,12 +110,15 @@ def _traces(part: Part) -> None:
     part.show(
         Table(
             f"Requests of public traces in the memory of {TRACE_ROWS} reservations",
-            ("", "longest", "useful", "fit", "wasted", "useful", "fit", "wasted", "useful"),
+            (
+                "", "longest", "useful", "fit (16)", "wasted (16)", "useful (16)", "fit (128)",
+                "wasted (128)", "useful (128)",
+            ),
             tuple(rows),
             note=f"First the contiguous cache, which always holds {TRACE_ROWS}; then pages of 16 "
             "tokens, then of 128: how many fit, tokens wasted a sequence, useful share.",
         )
-    )
+    )  # fmt: skip
     part.claim("Every trace fits more often in pages than in reservations.", kept)
 
 
