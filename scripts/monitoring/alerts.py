@@ -76,6 +76,11 @@ def of_requests() -> list[Alert]:
             expression=f"increase({BY_NAME['bad_rows'].family}[10m]) > 0",
             summary="The model of {{ $labels.instance }} gave NaN, or a row failed otherwise.",
         ),
+        Alert(
+            name="TurnstilePoolRepaired", severity="warning", lasting="0m",
+            expression=f"increase({BY_NAME['pool_repairs'].family}[10m]) > 0",
+            summary="The page pool of {{ $labels.instance }} did not balance and was repaired.",
+        ),
     ]  # fmt: skip
 
 

@@ -204,6 +204,7 @@ def the_engine() -> list[Panel]:
             title="Faults", text="A second.",
             lines=[
                 (f"sum({total('bad_rows')})", "rows that failed"),
+                (f"sum({total('pool_repairs')})", "repairs of the page pool"),
                 (f"sum({total('recovered_requests')})", "requests that outlived an engine"),
             ],
         ),

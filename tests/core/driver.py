@@ -159,7 +159,7 @@ class Driver:
 
     def _check_memory_of_the_blocked(self) -> None:
         """Whoever is passed over because it did not fit before would not fit now either."""
-        scheduler, entrance = self.scheduler, self.scheduler._entrance
+        scheduler, entrance = self.scheduler, self.scheduler.entrance
         remembered = entrance._still_blocked
 
         def still_blocked(sequence: Sequence) -> bool:
@@ -241,7 +241,7 @@ class Driver:
         assert scheduler.waiting_by_reason == {}
         assert scheduler.slots.reserved == 0
         assert scheduler.slots.free == scheduler.config.max_num_seqs
-        assert not list(scheduler._alive)
+        assert not list(scheduler.books.alive)
         assert not scheduler.cache._writer_of
         assert not scheduler.cache._writes
         assert not scheduler.cache._waiters

@@ -203,8 +203,8 @@ def test_a_long_prompt_that_does_not_fit_is_matched_anew_only_when_something_has
     cache = driver.scheduler.cache
     match = cache.match
     monkeypatch.setattr(cache, "match", lambda s: (looked.append(len(driver.plans)), match(s))[1])
-    monkeypatch.setattr(driver.scheduler._entrance, "_still_blocked",
-                        Entrance._still_blocked.__get__(driver.scheduler._entrance))  # fmt: skip
+    monkeypatch.setattr(driver.scheduler.entrance, "_still_blocked",
+                        Entrance._still_blocked.__get__(driver.scheduler.entrance))  # fmt: skip
     driver.run()
     started = next(e.time for e in driver.events if isinstance(e, Admitted) and e.index == 0
                    and e.request_id == "long")  # fmt: skip

@@ -16,6 +16,7 @@ def test_an_event_travels_and_comes_back_the_same() -> None:
         events.Waiting(1.0, "a", 0, events.WaitReason.PAGES),
         events.Decoding(2.0, "a", 1, 8),
         events.Stepped(1.5, 3, 8, 4, 2, 2, 0.01),
+        events.Repaired(1.5, 2, 9),
     ):
         assert events.decode(*events.encode(event)) == event
 

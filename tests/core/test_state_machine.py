@@ -230,7 +230,7 @@ class Core(RuleBasedStateMachine):
         to go.
         """
         future = copy.deepcopy(self.driver.scheduler)
-        del future._entrance._still_blocked  # it looks at the scheduler of the present
+        del future.entrance._still_blocked  # it looks at the scheduler of the present
         preemptions = future.statistics.preemptions
         now = self.driver.now
         while future.has_work:

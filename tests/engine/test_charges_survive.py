@@ -10,12 +10,13 @@ from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Plan
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
+from turnstile.engine.accounts import Accounts
 from turnstile.engine.client import DuplicateRequestError, Generation
 from turnstile.engine.executor import ChunkResult
 from turnstile.engine.fake import FakeExecutor
 from turnstile.engine.journal import Journal
 from turnstile.engine.loop import StepLoop
-from turnstile.engine.protocol import Row, Snapshot, StepResult, Submit
+from turnstile.engine.protocol import Cancel, Resume, Row, Snapshot, StepResult, Submit
 
 
 class Death(BaseException):
@@ -39,6 +40,7 @@ class Machine:
     def __init__(self) -> None:
         self.journal = Journal()
         self.snapshot = Snapshot()
+        self.accounts = Accounts()
         self.now = 0.0
         self.charged: dict[tuple[str, int], float] = {}
         self.errors: dict[str, str | None] = {}
@@ -61,12 +63,14 @@ class Machine:
     def restart(self) -> None:
         self.journal.restart(self.snapshot.tenants)
         self.start()
+        self.loop.apply(self.accounts.resume())
         for entry in self.journal.entries.values():
             for command in entry.submits():
                 self.loop.apply(command)
 
     def take(self, result: StepResult) -> None:
         self.snapshot = result.snapshot
+        self.accounts.hear(result.snapshot)
         for row in result.rows:
             self.journal.take(row)
             self.charged[row.request_id, row.sample_index] = row.charged
@@ -121,6 +125,51 @@ def test_an_engine_that_dies_changes_nobodys_bill(dies_at: int) -> None:
     assert sum(after.values()) == pytest.approx(sum(counters.values()))
     assert after == counters
     assert not machine.journal.entries
+
+
+def gone_away() -> Machine:
+    """One tenant has been served ten times what the other was, and has nothing left to ask."""
+    machine = Machine()
+    machine.submit(generation("q", [2] * 9, 100, tenant="quiet"))
+    machine.submit(generation("b", [1] * 40, 20, tenant="busy", weight=0.1))
+    machine.run(30)
+    assert "b" not in machine.journal.entries
+    assert machine.counters()["busy"] == (40 + 2 * 20) / 0.1
+    assert machine.counters()["quiet"] < 80
+    return machine
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_tenant_that_has_gone_away_comes_back_with_the_counter_it_left_with(dies: bool) -> None:
+    machine = gone_away()
+    if dies:
+        machine.restart()
+    machine.submit(generation("again", [4] * 8, 5, tenant="busy", weight=0.1))
+    machine.run()
+    assert machine.counters()["busy"] == (40 + 2 * 20 + 8 + 2 * 5) / 0.1
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_who_is_new_starts_where_the_last_one_was_even_if_nobody_is_there(dies: bool) -> None:
+    machine = gone_away()
+    machine.journal.cancel("q", None, "abort")
+    machine.loop.apply(Cancel("q"))
+    machine.run()
+    level = machine.counters()["quiet"]
+    if dies:
+        machine.restart()
+    machine.submit(generation("new", [5] * 8, 5, tenant="new"))
+    machine.run()
+    assert machine.loop.scheduler.queue.served("new") == level + 8 + 2 * 5
+
+
+def test_accounts_are_bounded_and_the_longest_silent_is_forgotten_first() -> None:
+    accounts = Accounts(limit=3)
+    for k in range(9):
+        accounts.hear(Snapshot(tenants={f"t{k}": float(k), "always": 10.0 + k}, tenant_level=k))
+        accounts.hear(Snapshot(tenants={"always": 10.0 + k}, departed={f"t{k}": k + 0.5}))
+    accounts.hear(Snapshot(tenant_level=7.0))
+    assert accounts.resume() == Resume({"t7": 7.5, "t8": 8.5, "always": 18.0}, 7.0)
 
 
 def test_a_prompt_is_paid_for_before_the_step_that_computes_it() -> None:

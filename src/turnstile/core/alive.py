@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 
 from turnstile.core.request import DuplicateRequestError, Request, Sequence
@@ -38,6 +38,13 @@ class Alive:
         group.remove(sequence)
         if not group:
             del self._of[sequence.request.id]
+
+    def rebuild(self, sequences: Iterable[Sequence]) -> None:
+        """Write the book anew: these are alive."""
+        sequences = list(sequences)
+        self._of.clear()
+        for sequence in sequences:
+            self._of.setdefault(sequence.request.id, []).append(sequence)
 
     def check_new(self, request_id: str, samples: range) -> None:
         """Raise :class:`DuplicateRequestError` where one of ``samples`` is alive, or is to come

@@ -86,6 +86,9 @@ class StepCost:
         return cls(tokens, pairs, len(plan.chunks), decode_context, decode_context)
 
 
+NOTHING = StepCost(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Coefficients:
     """Seconds: per step, per token, per query-key pair, per sequence, and per token that decoding

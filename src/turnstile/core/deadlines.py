@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from turnstile.core.request import Sequence, State
 
@@ -29,6 +29,12 @@ class Deadlines:
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapq.heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + 256
+
+    def rebuild(self, alive: Iterable[Sequence]) -> None:
+        """Watch these, and nobody else."""
+        self._heap.clear()
+        for sequence in alive:
+            self.watch(sequence)
 
     def due(self, now: float) -> Iterator[Sequence]:
         """Those alive whose deadline has come, each once."""

@@ -69,7 +69,7 @@ class Entrance:
                 break
         self.queue.end_round()
 
-    def started(self, sequence: Sequence) -> None:
+    def learn(self, sequence: Sequence) -> None:
         """Learn from an admission how many pages a typical request takes."""
         pages = self.pool.pages_for(sequence.total + self.admission.remaining(sequence))
         self._typical_pages += 0.05 * (pages - self._typical_pages)

@@ -107,14 +107,37 @@ class Stepped:
     seconds: float
 
 
-AnyEvent = Queued | Waiting | Admitted | Forked | Decoding | Preempted | Finished | Stepped
+@dataclass(frozen=True, slots=True)
+class Repaired:
+    """The books did not balance and were written anew: so many sequences that ran are computed
+    again, the others keep ``pages`` pages.
+    """
+
+    time: float
+    recomputed: int
+    pages: int
+
+
+AnyEvent = (
+    Queued | Waiting | Admitted | Forked | Decoding | Preempted | Finished | Stepped | Repaired
+)
 
 Encoded = tuple[str, list[object]]
 """An event as it travels: its class's name and its fields, in order."""
 
 _KINDS: dict[str, type[AnyEvent]] = {
     kind.__name__: kind
-    for kind in (Queued, Waiting, Admitted, Forked, Decoding, Preempted, Finished, Stepped)
+    for kind in (
+        Queued,
+        Waiting,
+        Admitted,
+        Forked,
+        Decoding,
+        Preempted,
+        Finished,
+        Stepped,
+        Repaired,
+    )
 }
 
 _FIELDS = {name: tuple(field.name for field in fields(kind)) for name, kind in _KINDS.items()}

@@ -16,10 +16,11 @@ from __future__ import annotations
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from turnstile.core.request import Sequence
+from turnstile.core.pages import AuditError
+from turnstile.core.request import Sequence, State
 
 Entry = tuple[tuple[float, float, int], Sequence]
 
@@ -87,6 +88,10 @@ class QueuePolicy(ABC):
         """Take out a sequence, for good or because it starts."""
 
     @abstractmethod
+    def empty(self) -> None:
+        """Nobody stands in the queue any more, nor aside."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
@@ -151,6 +156,23 @@ class QueuePolicy(ABC):
         """The virtual token counter of each active tenant."""
         return {}
 
+    @property
+    def level(self) -> float:
+        """The counter to which a newcomer is lifted while nobody is active."""
+        return 0.0
+
+    def resume(self, counters: Mapping[str, float], level: float) -> None:  # noqa: B027
+        """Go on from :meth:`served` and :attr:`level` of another queue: before anybody arrives."""
+
+    def rebuild(self, alive: Iterable[Sequence]) -> None:
+        """Empty the queue, and write the books anew: these are alive, and of them those run whose
+        state says so. What tenants were served stays.
+        """
+        self.empty()
+
+    def audit(self, alive: Iterable[Sequence]) -> None:  # noqa: B027
+        """Check the books against all who are alive; raises :class:`AuditError`."""
+
 
 class FirstComeQueue(QueuePolicy):
     """Strictly by arrival, whoever asks."""
@@ -174,6 +196,10 @@ class FirstComeQueue(QueuePolicy):
 
     def remove(self, sequence: Sequence) -> None:
         self._lane.remove(sequence)
+
+    def empty(self) -> None:
+        self._aside.clear()
+        self._lane = Lane()
 
     def __len__(self) -> int:
         return len(self._lane) + len(self._aside)
@@ -275,6 +301,14 @@ class FairQueue(QueuePolicy):
         if self._tenant(sequence).lane.remove(sequence):
             self._size -= 1
 
+    def empty(self) -> None:
+        self._aside.clear()
+        self._tenants_aside.clear()
+        self._by_served.clear()
+        self._size = 0
+        for tenant in self._tenants.values():
+            tenant.lane, tenant.in_served = Lane(), False
+
     def __len__(self) -> int:
         return self._size + len(self._aside)
 
@@ -292,9 +326,7 @@ class FairQueue(QueuePolicy):
                 least = self._least_active()
                 served = self._last_active if least is None else least
             tenant.served = max(tenant.served, served)
-            if not tenant.in_active:
-                tenant.in_active = True
-                heapq.heappush(self._active, (tenant.served, tenant.name))
+            self._activate(tenant)
         tenant.alive += 1
 
     def leave(self, sequence: Sequence) -> None:
@@ -329,6 +361,40 @@ class FairQueue(QueuePolicy):
     def counters(self) -> dict[str, float]:
         return {t.name: t.served for t in self._tenants.values() if t.alive}
 
+    @property
+    def level(self) -> float:
+        return self._last_active
+
+    def resume(self, counters: Mapping[str, float], level: float) -> None:
+        for name, served in counters.items():
+            tenant = self._tenants.setdefault(name, _Tenant(name))
+            tenant.served = max(tenant.served, served)
+        self._last_active = max(self._last_active, level)
+
+    def rebuild(self, alive: Iterable[Sequence]) -> None:
+        super().rebuild(alive)
+        self._active.clear()
+        for tenant in self._tenants.values():
+            tenant.alive, tenant.running, tenant.in_active = 0, 0, False
+        for sequence in alive:
+            tenant = self._tenant(sequence)
+            tenant.alive += 1
+            tenant.running += sequence.state is State.RUNNING
+        for tenant in self._tenants.values():
+            if tenant.alive:
+                self._activate(tenant)
+
+    def audit(self, alive: Iterable[Sequence]) -> None:
+        counted: dict[str, list[int]] = {name: [0, 0] for name in self._tenants}
+        for sequence in alive:
+            counts = counted.setdefault(sequence.request.tenant, [0, 0])
+            counts[0] += 1
+            counts[1] += sequence.state is State.RUNNING
+        for name, (living, running) in counted.items():
+            known = self._tenants.get(name)
+            if known is None or (known.alive, known.running) != (living, running):
+                raise AuditError(f"Of {name} {living} are alive and {running} run, not {known}.")
+
     def _tenant(self, sequence: Sequence) -> _Tenant:
         name = sequence.request.tenant
         tenant = self._tenants.get(name)
@@ -340,6 +406,11 @@ class FairQueue(QueuePolicy):
         if not tenant.in_served:
             tenant.in_served = True
             heapq.heappush(self._by_served, (tenant.served, tenant.name))
+
+    def _activate(self, tenant: _Tenant) -> None:
+        if not tenant.in_active:
+            tenant.in_active = True
+            heapq.heappush(self._active, (tenant.served, tenant.name))
 
     def _least_active(self) -> float | None:
         heap = self._active

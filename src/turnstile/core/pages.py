@@ -150,12 +150,7 @@ class PagePool:
                 self._owner[page] = table
                 table.private += 1
             elif not self._shared[page]:
-                self._shared[page] = 1
-                self.num_shared += 1
-                owner = self._owner[page]
-                if owner is not None:
-                    owner.private -= 1
-                    self._owner[page] = None
+                self._share(page)
             self._refcount[page] = count + 1
             table.pages.append(page)
 
@@ -223,6 +218,72 @@ class PagePool:
         self._next[page] = self._previous[page] = _NONE
         self.num_cached -= 1
 
+    # -- when the books are wrong ---------------------------------------------------------------
+
+    def contested(self, tables: Iterable[PageTable]) -> tuple[set[int], list[PageTable] | None]:
+        """What the books and the tables of all who are alive do not agree on. O(pages).
+
+        Returns
+        -------
+        The pages of which they say different things, and the tables that lack a page which is
+        theirs by the books. None instead of those where a page lacks a holder and the books do not
+        say whom: it may be any table.
+        """
+        tables = list(tables)
+        counts = [0] * self.num_pages
+        holder: list[PageTable | None] = [None] * self.num_pages
+        owned: dict[int, int] = {}
+        for table in tables:
+            for page in table.pages:
+                if 0 <= page < self.num_pages:
+                    counts[page] += 1
+                    holder[page] = table
+                    owned[id(table)] = owned.get(id(table), 0) + (self._owner[page] is table)
+        free, pages = set(self._free), set()
+        lacking = [table for table in tables if owned.get(id(table), 0) != table.private]
+        for page, count in enumerate(counts):
+            believed, owner = self._refcount[page], self._owner[page]
+            listed = page in free or self.is_cached(page)
+            known = bool(self._shared[page]) if owner is None else owner is holder[page]
+            if count == believed and (not count or (known and not listed)):
+                continue
+            pages.add(page)
+            if count < believed and owner is None:
+                return pages, None
+            if owner is not None and owner is not holder[page]:
+                lacking.append(owner)
+        return pages, lacking
+
+    def rebuild(self, tables: Iterable[PageTable]) -> None:
+        """Write the books anew from the tables: every page that is in none is free, and none is
+        published. O(pages).
+        """
+        n = self.num_pages
+        self._refcount, self._published, self._shared = [0] * n, bytearray(n), bytearray(n)
+        self._owner = [None] * n
+        self._next, self._previous = [_NONE] * n + [n], [_NONE] * n + [n]
+        self._free.clear()
+        self.num_cached = self.num_shared = 0
+        for table in tables:
+            table.private = 0
+            for page in table.pages:
+                self._refcount[page] += 1
+                if self._refcount[page] == 1:
+                    self._owner[page] = table
+                    table.private += 1
+                elif not self._shared[page]:
+                    self._share(page)
+        self._free += [page for page in range(n - 1, -1, -1) if not self._refcount[page]]
+
+    def _share(self, page: int) -> None:
+        """A page has a second holder."""
+        self._shared[page] = 1
+        self.num_shared += 1
+        owner = self._owner[page]
+        if owner is not None:
+            owner.private -= 1
+            self._owner[page] = None
+
     # -- the conservation law -------------------------------------------------------------------
 
     def audit(self, tables: Iterable[PageTable]) -> None:
@@ -239,6 +300,8 @@ class PagePool:
             if len(set(table.pages)) != len(table.pages):
                 raise AuditError(f"A table holds a page twice: {table.pages}.")
             for page in table.pages:
+                if not 0 <= page < self.num_pages:
+                    raise AuditError(f"A table holds page {page} of {self.num_pages}.")
                 counts[page] += 1
         ring = self._ring()
         free, cached = set(self._free), set(ring)
@@ -254,10 +317,14 @@ class PagePool:
                 raise AuditError(f"A table owns {owned} pages but counts {table.private}.")
 
     def _ring(self) -> list[int]:
-        ring, page = [], self._next[self.num_pages]
+        ring, before, page = [], self.num_pages, self._next[self.num_pages]
         while page != self.num_pages:
+            if not 0 <= page < self.num_pages or self._previous[page] != before:
+                raise AuditError("The list of cached pages is broken.")
             ring.append(page)
-            page = self._next[page]
+            before, page = page, self._next[page]
+        if self._previous[self.num_pages] != before:
+            raise AuditError("The list of cached pages does not come back to its end.")
         return ring
 
     def _audit_page(self, page: int, count: int, free: bool, cached: bool) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from hashlib import blake2b
 
 from turnstile.core.pages import AuditError, PagePool
@@ -107,7 +108,7 @@ class PrefixCache:
         """Make an admitted sequence the writer of its full pages that nobody has or writes."""
         if not self.enabled:
             return
-        first = len(sequence.table)
+        first = sequence.computed // self.pool.page_size
         last = sequence.total // self.pool.page_size
         self._derive_keys(sequence, last)
         keys = [k for k in sequence.keys[first:last] if k not in self._writer_of]
@@ -153,6 +154,22 @@ class PrefixCache:
     def clear(self) -> int:
         """Forget all pages that nobody holds; returns how many."""
         return self.pool.drop_cached()
+
+    def rebuild(self, running: Seq[Sequence]) -> None:
+        """Forget everything but the full pages of those who run, whose keys are derived anew; they
+        write what they are still to compute, and nobody waits. The pool has been rebuilt.
+        """
+        self._page_of.clear()
+        self._key_of.clear()
+        self._tokens_of.clear()
+        self._writer_of.clear()
+        self._writes.clear()
+        self._waiters.clear()
+        for sequence in running:
+            sequence.keys = []
+            self.publish(sequence, 0)
+        for sequence in running:
+            self.start_writing(sequence)
 
     def audit(self, parked: Iterable[Sequence]) -> None:
         """Check that what can be found is there, and that all who are parked will be woken.

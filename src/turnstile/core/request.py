@@ -94,7 +94,8 @@ class Sequence:
     those waiting (smaller first), set by the queue. ``blocked`` remembers when it last did not fit
     (:mod:`entrance`): the count of changes in the slots, and how many pages were cached for it.
     ``catching_up`` is true from getting a slot
-    until the first draw after that. ``keys`` are the prefix-cache keys of its full pages, as far
+    until the first draw after that. ``mistakes`` counts how often its page table was found wrong
+    (:mod:`repair`). ``keys`` are the prefix-cache keys of its full pages, as far
     as they have been needed.
     """
 
@@ -108,6 +109,7 @@ class Sequence:
         "fork_width",
         "index",
         "keys",
+        "mistakes",
         "num_cached",
         "num_prompt",
         "place",
@@ -138,6 +140,7 @@ class Sequence:
         self.computed = 0
         self.table = PageTable()
         self.keys: list[bytes] = []
+        self.mistakes = 0
         self.drafts: tuple[int, ...] = ()
         self.state = State.WAITING
         self.fork_width = 1

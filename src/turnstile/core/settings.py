@@ -78,3 +78,4 @@ class Statistics:
     recomputed_tokens: int = 0
     preemptions: int = 0
     failed_rows: int = 0
+    repairs: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from turnstile.core.pages import AuditError
-from turnstile.core.request import Sequence
+from turnstile.core.request import Sequence, State
 
 
 class Slots:
@@ -47,8 +49,17 @@ class Slots:
         self.reserved -= siblings
         return siblings
 
-    def audit(self) -> None:
-        """Check the books; raises :class:`AuditError`."""
+    def rebuild(self, running: Iterable[Sequence]) -> None:
+        """Write the books anew: these run, in order of admission."""
+        self.running[:] = running
+        self.reserved = sum(s.fork_width - 1 for s in self.running)
+        self.changes += 1
+
+    def audit(self, alive: Iterable[Sequence]) -> None:
+        """Check the books against all who are alive; raises :class:`AuditError`."""
+        running = {s for s in alive if s.state is State.RUNNING}
+        if len(running) != len(self.running) or running != set(self.running):
+            raise AuditError(f"{len(running)} sequences run, but {len(self.running)} have a slot.")
         promised = sum(s.fork_width - 1 for s in self.running)
         if promised != self.reserved:
             raise AuditError(f"{promised} slots are promised to forks, counted {self.reserved}.")

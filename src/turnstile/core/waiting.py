@@ -90,6 +90,18 @@ class Waiting:
 
     # -- the books --------------------------------------------------------------------------------
 
+    def rebuild(self, sequences: Iterable[Sequence], now: float) -> None:
+        """Write the books anew: these wait, and all of them stand in the queue, which has been
+        rebuilt too.
+        """
+        self.tokens = 0
+        self.parked.clear()
+        self._reasons.clear()
+        for sequence in sequences:
+            self.enter(sequence, sequence.wait_reason)
+            if sequence.wait_reason is WaitReason.PREFIX:
+                self.explain(sequence, WaitReason.QUEUED, now)
+
     def audit(self, alive: Iterable[Sequence]) -> None:
         """Check the books against all who are alive; raises :class:`AuditError`."""
         waiting = [s for s in alive if s.state is State.WAITING]

@@ -6,6 +6,12 @@
 
 Announcing the members before executing them is what lets a supervisor know whom to suspect when
 the engine dies in a step. Torch-free: what computes is behind :class:`Executor`.
+
+Whatever raises in a step costs its rows at most: a plan that cannot be executed is tried again in
+halves, and what cannot run alone fails alone. Where the books of the scheduler do not balance
+afterwards they are written anew and the loop goes on; those whose pages are in doubt are computed
+again. Only where that is needed over and over the error goes on to the caller: a new engine then
+begins from the journal.
 """
 
 from __future__ import annotations
@@ -20,7 +26,7 @@ from turnstile.core.cost import StepCost
 from turnstile.core.events import Admitted, encode
 from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Outcome, Plan, Progress
-from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence
+from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import Scheduler
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams
@@ -29,14 +35,19 @@ from turnstile.engine.protocol import (
     Command,
     Control,
     CostModel,
+    Resume,
     Row,
     Snapshot,
     StepResult,
     Submit,
 )
+from turnstile.engine.wording import counted
 from turnstile.text.errors import TextError
 
 logger = logging.getLogger(__name__)
+
+MOST_REPAIRS, REPAIR_WINDOW = 16, 128
+"""Repairs of the books within so many steps, after which they are given up."""
 
 
 class StepLoop:
@@ -67,6 +78,8 @@ class StepLoop:
         self._untold = True
         """The last snapshot is out of date: a new engine, or one that was commanded."""
         self._drawing: dict[str, tuple[SamplingParams, int]] = {}
+        self._repaired_at: list[int] = []
+        self._told_tenants: list[str] = []
         self._busy = 0.0
         self._step_seconds = 0.0
         self._step_tokens = 0
@@ -89,6 +102,8 @@ class StepLoop:
                 self._submit(command)
             case Cancel():
                 self._cancel(command)
+            case Resume():
+                self.scheduler.queue.resume(command.tenants, command.level)
             case Control(action="reset_prefix_cache"):
                 self.scheduler.cache.clear()
             case Control():
@@ -162,17 +177,18 @@ class StepLoop:
         """Plan, say what the last step did and who is in this one, compute it, commit it."""
         turn_began = self._turn_began if self._turn_began is not None else self._clock()
         self._turn_began = None
-        plan = self.scheduler.plan(self._clock())
+        plan = self._plan()
         for ended in self.scheduler.take_ended():
             self._add_row(ended, None)
         self._announce(plan)
         if plan.copies:
-            self.executor.copy_pages(plan.copies)
+            plan = self._copy_pages(plan)
         if not plan:
+            self._check_rest()
             return
         cost = StepCost.of(plan).sharing(self._read_again())
         began = self._clock()
-        results, whole = self._execute(plan)
+        plan, results, whole = self._execute(plan)
         ended_at = self._clock()
         self._step_seconds = ended_at - began
         self._step_tokens = plan.num_tokens
@@ -186,6 +202,18 @@ class StepLoop:
         self._turns.observe(cost, now - turn_began)
         if self.scheduler.has_work:
             self._turn_began = now
+        else:
+            self._check_rest()
+
+    def _plan(self) -> Plan:
+        try:
+            return self.scheduler.plan(self._clock())
+        except Exception:
+            # A plan that was not finished has advanced nothing: with books that balance it can be
+            # made again. If not that either, the caller must know.
+            logger.exception("Step %d cannot be planned", self.scheduler.statistics.steps)
+            self._mend()
+            return self.scheduler.plan(self._clock())
 
     def _read_again(self) -> int:
         """Tokens in the pages of those running, beyond those in pages: shared ones come again."""
@@ -203,6 +231,7 @@ class StepLoop:
         if rows or members or events or self._untold:
             self._untold = False
             snapshot = self._snapshot()
+            self._told_tenants = list(snapshot.tenants)
             self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
 
     def _charges(self, event: Admitted) -> list[Row]:
@@ -222,21 +251,39 @@ class StepLoop:
             if sequence.index == event.index and not sequence.preemptions
         ]
 
-    def _execute(self, plan: Plan) -> tuple[list[ChunkResult], bool]:
-        """Run a plan; also whether it ran as a whole. Where that fails, its rows are tried again
-        in halves, and what cannot run alone has failed alone.
-
-        Raises :class:`~turnstile.core.pages.AuditError` where the failure left the books wrong: no
-        page can be trusted then, and a new engine computes them again from the journal.
+    def _copy_pages(self, plan: Plan) -> Plan:
+        """Make a plan's page copies. Where that fails, who waits for one computes it instead, and
+        the plan goes on without.
         """
         try:
-            return self.executor.execute(plan), True
+            self.executor.copy_pages(plan.copies)
+        except Exception:
+            # As in :meth:`_execute`.
+            logger.exception("Step %d cannot copy pages", plan.step)
+            targets = {target for _, target in plan.copies}
+            for sequence in list(self.scheduler.running):
+                if not targets.isdisjoint(sequence.table.pages):
+                    self.scheduler.preempt(sequence, self._clock())
+        return _still_running(plan)
+
+    def _execute(self, plan: Plan) -> tuple[Plan, list[ChunkResult], bool]:
+        """Run a plan. Returns what of it is to be committed, with the results, and whether it ran
+        as a whole. Where that fails, its rows are tried again in halves, and what cannot run alone
+        has failed alone; those whose pages the failure left in doubt are not tried again.
+        """
+        try:
+            return plan, self.executor.execute(plan), True
         except Exception as error:
             # Whatever it was, it must not end the other requests: that is this method's purpose.
             logger.exception("Step %d failed with %d rows", plan.step, len(plan.chunks))
-            results = self._halve(plan, error)
-            self.scheduler.audit()
-            return results, False
+            self._mend()
+            sound = _still_running(plan)
+            if len(sound.chunks) == len(plan.chunks):
+                results = self._halve(plan, error)
+            else:
+                results = self._try_again(sound) if sound else []
+            self._mend()
+            return sound, results, False
 
     def _halve(self, plan: Plan, error: Exception) -> list[ChunkResult]:
         """The results of a plan that failed, from what of it can run."""
@@ -249,11 +296,43 @@ class StepLoop:
         results = []
         middle = len(chunks) // 2
         for part in (Plan(plan.step, chunks[:middle]), Plan(plan.step, chunks[middle:])):
-            try:
-                results += self.executor.execute(part)
-            except Exception as again:  # as above
-                results += self._halve(part, again)
+            results += self._try_again(part)
         return results
+
+    def _try_again(self, plan: Plan) -> list[ChunkResult]:
+        try:
+            return self.executor.execute(plan)
+        except Exception as error:  # as above
+            return self._halve(plan, error)
+
+    # -- the books --------------------------------------------------------------------------------
+
+    def _mend(self) -> None:
+        """Check the books of the scheduler, and write them anew where they do not balance.
+
+        Raises what is wrong where that has been needed too often lately, or does not help.
+        """
+        try:
+            self.scheduler.audit()
+        except Exception as error:
+            # Not AuditError alone: an audit can stumble over what it is to find.
+            now = self.scheduler.statistics.steps
+            self._repaired_at = [at for at in self._repaired_at if now - at < REPAIR_WINDOW]
+            if len(self._repaired_at) >= MOST_REPAIRS:
+                raise
+            self._repaired_at.append(now)
+            self._untold = True
+            again = counted(self.scheduler.repair(self._clock()), "sequence")
+            logger.error(
+                "The books did not balance: %s Repaired; computed again: %s.", error, again
+            )
+            self.scheduler.audit()
+
+    def _check_rest(self) -> None:
+        """Nobody is alive: then nobody holds a page. What has leaked is found here, in O(1)."""
+        scheduler = self.scheduler
+        if not scheduler.has_work and (scheduler.pool.num_held or scheduler.waiting_tokens):
+            self._mend()
 
     def _add_row(self, progress: Progress, result: ChunkResult | None) -> None:
         sequence = progress.sequence
@@ -290,10 +369,12 @@ class StepLoop:
     # -- the snapshot -----------------------------------------------------------------------------
 
     def _snapshot(self) -> Snapshot:
-        scheduler, pool, counted = self.scheduler, self.scheduler.pool, self.scheduler.statistics
+        scheduler, pool, counts = self.scheduler, self.scheduler.pool, self.scheduler.statistics
+        tenants = scheduler.queue.counters()
+        departed = [tenant for tenant in self._told_tenants if tenant not in tenants]
         return Snapshot(
             time=self._clock(),
-            step=counted.steps,
+            step=counts.steps,
             step_seconds=self._step_seconds,
             busy_seconds=self._busy,
             running=len(scheduler.running),
@@ -303,18 +384,21 @@ class StepLoop:
             pages_free=pool.num_free,
             pages_held=pool.num_held,
             pages_cached=pool.num_cached,
-            prompt_tokens=counted.prompt_tokens,
-            cached_tokens=counted.cached_tokens,
-            generated_tokens=counted.generated_tokens,
-            recomputed_tokens=counted.recomputed_tokens,
-            preemptions=counted.preemptions,
+            prompt_tokens=counts.prompt_tokens,
+            cached_tokens=counts.cached_tokens,
+            generated_tokens=counts.generated_tokens,
+            recomputed_tokens=counts.recomputed_tokens,
+            preemptions=counts.preemptions,
             evictions=pool.evictions,
             prefix_queries=scheduler.cache.queries,
             prefix_hits=scheduler.cache.hits,
-            bad_rows=counted.failed_rows,
+            bad_rows=counts.failed_rows,
+            repairs=counts.repairs,
             step_tokens=self._step_tokens,
             waiting_by_reason=scheduler.waiting_by_reason,
-            tenants=scheduler.queue.counters(),
+            tenants=tenants,
+            departed={tenant: scheduler.queue.served(tenant) for tenant in departed},
+            tenant_level=scheduler.queue.level,
             cost=_fitted(scheduler.cost),
             turn=_fitted(self._turns),
             prefill_tokens=prefill_left(scheduler.running),
@@ -322,6 +406,12 @@ class StepLoop:
                 len(s.table) * pool.page_size - s.computed for s in scheduler.running
             ),
         )
+
+
+def _still_running(plan: Plan) -> Plan:
+    """What of a plan can still be executed."""
+    chunks = tuple(c for c in plan.chunks if c.sequence.state is State.RUNNING)
+    return plan if len(chunks) == len(plan.chunks) else Plan(plan.step, chunks)
 
 
 def _fitted(model: StepCostModel) -> CostModel:

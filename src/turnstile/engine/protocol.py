@@ -67,7 +67,16 @@ class Control(msgspec.Struct, array_like=True, tag="control"):
     action: str
 
 
-Command = Submit | Cancel | Control
+class Resume(msgspec.Struct, array_like=True, tag="resume"):
+    """Go on from what an engine before counted: the virtual token counters of its ``tenants``, and
+    the ``level`` to which newcomers are lifted while nobody is active. Before any Submit.
+    """
+
+    tenants: dict[str, float]
+    level: float
+
+
+Command = Submit | Cancel | Control | Resume
 
 
 class Commands(msgspec.Struct, array_like=True):
@@ -153,10 +162,16 @@ class Snapshot(msgspec.Struct, array_like=True):
     prefix_queries: int = 0
     prefix_hits: int = 0
     bad_rows: int = 0
+    repairs: int = 0
+    """How often the scheduler's books did not balance and were written anew."""
     step_tokens: int = 0
     waiting_by_reason: dict[str, int] = {}
     tenants: dict[str, float] = {}
     """Virtual token counter of each tenant that is active."""
+    departed: dict[str, float] = {}
+    """That of each tenant that was active in the snapshot before, and is no more."""
+    tenant_level: float = 0.0
+    """The counter to which a newcomer is lifted while nobody is active."""
     cost: CostModel = CostModel()
     """Of the forward passes alone."""
     turn: CostModel = CostModel()

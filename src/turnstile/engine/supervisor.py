@@ -19,6 +19,7 @@ import time
 
 import msgspec
 
+from turnstile.engine.accounts import Accounts
 from turnstile.engine.client import EngineState, EngineUnavailableError, Generation
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.journal import Entry, JournalError
@@ -62,6 +63,7 @@ class ProcessEngine(JournaledClient):
         self._members: list[tuple[str, int]] = []
         """Samples in the step that runs now."""
         self._quarantine = Quarantine()
+        self._accounts = Accounts()
         self._restarts = 0
         self._starts_in_vain = 0
         """Engines started since one was ready."""
@@ -174,6 +176,7 @@ class ProcessEngine(JournaledClient):
     def _on_step(self, result: StepResult) -> None:
         self._told_epoch = result.epoch
         self._members = result.members
+        self._accounts.hear(result.snapshot)
         try:
             self._take(result)
         except JournalError as error:
@@ -206,6 +209,7 @@ class ProcessEngine(JournaledClient):
         else:
             going_on = counted(len(self._journal.entries), "request")
             logger.info("Engine %d is ready; going on with %s.", info.epoch, going_on)
+            self._send(self._accounts.resume())
         self._submit_admitted()
 
     # -- death and recovery -----------------------------------------------------------------------

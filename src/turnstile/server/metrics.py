@@ -40,6 +40,7 @@ ENGINE_COUNTERS = (
     "prefix_queries",
     "prefix_hits",
     "bad_rows",
+    "repairs",
 )
 MAX_TENANTS = 100
 """Tenants with series of their own; the rest are counted together."""

@@ -247,6 +247,9 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_histogram("iteration_tokens"), vllm="iteration_tokens_total"),
         Series(kind="counter", name="bad_rows", help="Rows that ended in an error, such as NaN.",
                read=_total("bad_rows")),
+        Series(kind="counter", name="pool_repairs",
+               help="Times the books of the pool did not balance and were written anew.",
+               read=_total("repairs")),
         Series(kind="gauge", name="step_cost_seconds",
                help="Fitted cost of a forward pass: per step, token, query-key pair, sequence, and "
                "token of K and V that decoding sequences read.",

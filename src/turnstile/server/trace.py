@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from turnstile.core.events import AnyEvent, Stepped
+from turnstile.core.events import AnyEvent, Repaired, Stepped
 from turnstile.engine.protocol import Snapshot, StepResult
 from turnstile.server.config import ConfigError
 from turnstile.server.trails import Part, RequestTrail, SampleKey
@@ -125,6 +125,12 @@ class Trace:
         for event in happened:
             if isinstance(event, Stepped):
                 self._step(result.epoch, event)
+            elif isinstance(event, Repaired):
+                self._add(
+                    ph="i", s="p", pid=_ENGINE, tid=result.epoch, name="pool repaired",
+                    ts=self._us(event.time),
+                    args={"recomputed": event.recomputed, "kept_pages": event.pages},
+                )  # fmt: skip
         self._count(result.snapshot)
 
     def _step(self, epoch: int, event: Stepped) -> None:

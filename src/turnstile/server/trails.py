@@ -306,7 +306,7 @@ class RequestLog:
             # What says nothing may come from the supervisor, and is no sign of the engine's life.
             self.heard = result.snapshot.time
         for event in happened:
-            if isinstance(event, events.Stepped):
+            if isinstance(event, events.Stepped | events.Repaired):
                 continue
             if isinstance(event, events.Admitted):
                 self._starts.append(event.time)

@@ -1,10 +1,10 @@
 """The same scheduler, without touching those for whom nothing changes.
 
 A sequence that decodes gets one token a step: until its next page border and its end, all that
-changes is that it is longer. Here such a sequence *sleeps*: it is left out of the plan, and what it
-missed is made up when somebody looks (admission, preemption) or when its page is full. A step then
-costs O(what changes in it) instead of O(batch), and one in which all sleep is not even planned
-(:meth:`FastForward.skip`).
+changes is that it is longer. Here such a sequence *sleeps*: it is absent from the step
+(:mod:`turnstile.core.attendance`), and what it missed is made up when somebody looks (admission,
+preemption) or when its page is full. A step then costs O(what changes in it) instead of O(batch),
+and one in which all sleep is not even planned (:meth:`FastForward.skip`).
 
     awake ──commit: it decodes, in the middle of a page──▶ asleep ──▶ page full: published, and
       ▲                                                      │        the next one taken; sleeps on
@@ -20,19 +20,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable
 
 from turnstile.core.admission import AdmissionPolicy, Candidate
-from turnstile.core.cost import CostModel, StepCost
-from turnstile.core.events import Stepped
-from turnstile.core.fairness import QueuePolicy
+from turnstile.core.attendance import Attendance
+from turnstile.core.cost import StepCost
 from turnstile.core.pages import PagePool
-from turnstile.core.plan import Chunk, Outcome, Plan, Progress
-from turnstile.core.preemption import choose_victim
+from turnstile.core.plan import Plan
 from turnstile.core.request import Sequence, State
-from turnstile.core.scheduler import OUTPUT_CHARGE, Scheduler
+from turnstile.core.scheduler import OUTPUT_CHARGE
 from turnstile.core.settings import SchedulerConfig
 
 Appointment = tuple[Sequence, int]
@@ -84,8 +80,8 @@ def pages_at_most(sequence: Sequence, page_size: int) -> int:
     return -(-(sequence.num_prompt + sequence.request.max_tokens) // page_size) + 1
 
 
-class FastForward(Scheduler):
-    """See the module.
+class FastForward(Attendance):
+    """Lets those sleep for whom nothing changes. See the module.
 
     ``outputs_of`` and ``token_of`` tell a sequence's length and its tokens; ``on_wake`` is told of
     a sequence that has slept.
@@ -95,28 +91,11 @@ class FastForward(Scheduler):
     token_of: Callable[[Sequence], int]
     on_wake: Callable[[Sequence], None]
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        pool: PagePool,
-        admission: AdmissionPolicy,
-        queue: QueuePolicy,
-        *,
-        prefix_caching: bool = True,
-        cost: CostModel | None = None,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, policy: AdmissionPolicy) -> None:
         if config.separate_prefill or config.speculation:
             raise ValueError("Prompts alone in a step, and drafts, cannot be fast-forwarded.")
-        self._policy = _UpToDate(admission, self._catch_up)
-        super().__init__(
-            config,
-            pool,
-            self._policy,
-            queue,
-            prefix_caching=prefix_caching,
-            cost=cost,
-            victim=self._choose_victim,
-        )
+        self.admission = _UpToDate(policy, self.look)
+        """``policy``, to be given to the scheduler in its place."""
         self._clock = 0
         self._asleep: dict[Sequence, int] = {}
         """The step up to which each has been made up."""
@@ -134,69 +113,51 @@ class FastForward(Scheduler):
         self._page_at: dict[int, list[Appointment]] = defaultdict(list)
         self._last_at: dict[int, list[Appointment]] = defaultdict(list)
 
-    @property
-    def asleep(self) -> StepCost:
-        """What those asleep add to the step that was just planned."""
-        count = len(self._asleep)
-        context = self._context + count
-        return StepCost(count, context, count, context, context)
+    # -- what the scheduler asks and tells --------------------------------------------------------
 
-    # -- the step ---------------------------------------------------------------------------------
-
-    def plan(self, now: float) -> Plan:
-        """Plan for those awake; :attr:`asleep` go on besides."""
+    def begin(self) -> None:
         for sequence in self._kept(self._last_at):
             self._wake(sequence)
-        try:
-            return super().plan(now)
-        finally:
-            self.running = self.slots.running
 
-    def _decode_chunks(self, now: float) -> list[Chunk]:
-        growing = self._kept(self._page_at)
-        if len(growing) + len(self._awake) > self.pool.num_available:
+    def present(self) -> list[Sequence]:
+        pool, growing = self.books.pool, self._kept(self._page_at)
+        if len(growing) + len(self._awake) > pool.num_available:
             # Somebody may have to go, and who, depends on whose turn it is: as usual, then.
             for sequence in list(self._asleep):
                 self._wake(sequence)
             growing = []
         for sequence in growing:
-            self.pool.append(sequence.table)
-        # Until the plan is made, those awake are all there is (see `plan`).
-        self.running = sorted(self._awake, key=self._awake.__getitem__)
-        return super()._decode_chunks(now)
+            pool.append(sequence.table)
+        return sorted(self._awake, key=self._awake.__getitem__)
 
-    def _spent(self, decodes: list[Chunk]) -> StepCost:
-        return super()._spent(decodes) + self.asleep
+    @property
+    def absent(self) -> StepCost:
+        count = len(self._asleep)
+        context = self._context + count
+        return StepCost(count, context, count, context, context)
 
-    def _strangers(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
-        tenants = {s.request.tenant for s in behind}
-        asleep = any({tenant} != tenants for tenant, members in self._tenants.items() if members)
-        return asleep or super()._strangers(decodes, behind)
+    def absent_tenants(self) -> Collection[str]:
+        return [tenant for tenant, members in self._tenants.items() if members]
 
-    def commit(
-        self, plan: Plan, outcomes: Seq[Outcome], now: float, seconds: float = 0.0
-    ) -> list[Progress]:
-        """Commit the plan, and the step of those asleep, who are not in what is returned."""
-        asleep = self.asleep
-        progress = super().commit(plan, outcomes, now, 0.0)
-        self.cost.observe(StepCost.of(plan) + asleep, seconds)
-        self._clock += 1
-        self._context += asleep.batch
-        self.statistics.generated_tokens += asleep.batch
-        self.statistics.computed_tokens += asleep.batch
-        stepped = self._events[-1]
-        assert isinstance(stepped, Stepped)
-        self._events[-1] = replace(
-            stepped,
-            tokens=stepped.tokens + asleep.batch,
-            sequences=stepped.sequences + asleep.batch,
-            draws=stepped.draws + asleep.batch,
-            seconds=seconds,
-        )
+    def look(self) -> None:
+        for sequence in self._asleep:
+            self._make_up(sequence)
+
+    def committed(self, plan: Plan, now: float) -> None:
         self._commit_asleep(now)
         for chunk in plan.chunks:
             self._try_sleep(chunk.sequence)
-        return progress
+
+    def started(self, sequence: Sequence) -> None:
+        self.admission.most += pages_at_most(sequence, self.books.pool.page_size)
+        self._admissions += 1
+        self._awake[sequence] = self._places[sequence] = self._admissions
+
+    def stopping(self, sequence: Sequence) -> None:
+        self._wake(sequence)
+        self._awake.pop(sequence, None)
+        self._places.pop(sequence, None)
+        self.admission.most -= pages_at_most(sequence, self.books.pool.page_size)
 
     # -- steps of those asleep alone --------------------------------------------------------------
 
@@ -205,34 +166,34 @@ class FastForward(Scheduler):
         """Whether the next step is of those asleep alone: nobody is awake, nobody's last token
         comes, nobody waits who could start.
         """
+        books = self.books
         return (
             bool(self._asleep)
             and not self._awake
             and self._clock not in self._last_at
-            and (not self.num_waiting or self.slots.free <= 0)
-            and not self._ended
+            and (not len(books.waiting) or books.slots.free <= 0)
+            and not books.ended
         )
 
-    def skip(self, now: float, seconds: float) -> bool:
+    def skip(self, now: float) -> bool:
         """Plan and commit a :attr:`steady` step that ends at ``now``, in one; with a deadline to
         watch or too few pages it must be planned, and nothing is done: False.
         """
+        books, cost = self.books, self.absent
         growing = self._page_at.get(self._clock, ())
-        if len(growing) > self.pool.num_available or len(self._deadlines):
+        if len(growing) > books.pool.num_available or len(books.deadlines):
             return False
         for sequence in self._kept(self._page_at):
-            self.pool.append(sequence.table)
-        cost = self.asleep
-        self.cost.observe(cost, seconds)
-        self.statistics.steps += 1
-        self.statistics.generated_tokens += cost.batch
-        self.statistics.computed_tokens += cost.batch
-        self._clock += 1
-        self._context += cost.batch
+            books.pool.append(sequence.table)
+        books.statistics.steps += 1
+        books.statistics.generated_tokens += cost.batch
+        books.statistics.computed_tokens += cost.batch
         self._commit_asleep(now)
         return True
 
     def _commit_asleep(self, now: float) -> None:
+        self._clock += 1
+        self._context += len(self._asleep)
         for members in self._tenants.values():
             self._charge(members)
         self._publish_full(now)
@@ -242,16 +203,16 @@ class FastForward(Scheduler):
         if members:
             any_of_them = next(iter(members))
             own = any_of_them.charged
-            self.queue.charge(any_of_them, OUTPUT_CHARGE * len(members))
+            self.books.queue.charge(any_of_them, OUTPUT_CHARGE * len(members))
             any_of_them.charged = own
 
     def _publish_full(self, now: float) -> None:
         for sequence in self._kept(self._full_at):
             self._make_up(sequence)
-            self._waiting.wake(self.cache.publish(sequence, sequence.computed - 1), now)
+            self.books.publish(sequence, sequence.computed - 1, now)
             appointment = (sequence, self._number[sequence])
             self._page_at[self._clock].append(appointment)
-            self._full_at[self._clock + self.pool.page_size].append(appointment)
+            self._full_at[self._clock + self.books.pool.page_size].append(appointment)
 
     def _kept(self, book: dict[int, list[Appointment]]) -> list[Sequence]:
         """Who has something to do now, and still sleeps as when that was written down."""
@@ -262,7 +223,7 @@ class FastForward(Scheduler):
 
     def _try_sleep(self, sequence: Sequence) -> None:
         """Let a sequence sleep that only decodes, is inside a page and is not about to end."""
-        inside = sequence.computed % self.pool.page_size
+        inside = sequence.computed % self.books.pool.page_size
         left = self.outputs_of(sequence) - sequence.num_outputs
         if sequence.state is not State.RUNNING or sequence.catching_up or not inside or left < 2:
             return
@@ -273,7 +234,7 @@ class FastForward(Scheduler):
         self._sleeps += 1
         self._number[sequence] = self._sleeps
         appointment = (sequence, self._sleeps)
-        self._full_at[self._clock + self.pool.page_size - inside].append(appointment)
+        self._full_at[self._clock + self.books.pool.page_size - inside].append(appointment)
         self._last_at[self._clock + left - 1].append(appointment)
 
     def _wake(self, sequence: Sequence) -> None:
@@ -292,29 +253,3 @@ class FastForward(Scheduler):
             sequence.computed += missed
             sequence.charged += OUTPUT_CHARGE * missed
             self._asleep[sequence] = self._clock
-
-    def _catch_up(self) -> None:
-        for sequence in self._asleep:
-            self._make_up(sequence)
-
-    def _choose_victim(
-        self, running: Seq[Sequence], queue: QueuePolicy, pin_after: int
-    ) -> Sequence | None:
-        self._catch_up()
-        victim = choose_victim(self.slots.running, queue, pin_after)
-        if victim is not None:
-            self._wake(victim)
-        return victim
-
-    def _start(self, candidate: Candidate, now: float) -> None:
-        super()._start(candidate, now)
-        self._policy.most += pages_at_most(candidate.sequence, self.pool.page_size)
-        self._admissions += 1
-        self._awake[candidate.sequence] = self._places[candidate.sequence] = self._admissions
-
-    def _give_up_slot(self, sequence: Sequence, now: float) -> None:
-        self._wake(sequence)
-        self._awake.pop(sequence, None)
-        self._places.pop(sequence, None)
-        self._policy.most -= pages_at_most(sequence, self.pool.page_size)
-        super()._give_up_slot(sequence, now)

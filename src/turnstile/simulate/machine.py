@@ -20,7 +20,6 @@ STOP = -1
 """The token that ends an answer before its limit."""
 
 _NOTHING = Outcome()
-_NOBODY = StepCost(0, 0, 0)
 
 
 class Machine(Protocol):
@@ -67,10 +66,11 @@ class TurnstileMachine:
             and not setup.scheduler.speculation
             and all(exact_weight(tenant.weight) for tenant in load.tenants)
         )
-        if isinstance(self.scheduler, FastForward):
-            self.scheduler.outputs_of = lambda s: int(load.outputs[int(s.request.id)])
-            self.scheduler.token_of = lambda s: _token(int(s.request.id))
-            self.scheduler.on_wake = self._on_wake
+        attendance = self.scheduler.attendance
+        if isinstance(attendance, FastForward):
+            attendance.outputs_of = lambda s: int(load.outputs[int(s.request.id)])
+            attendance.token_of = lambda s: _token(int(s.request.id))
+            attendance.on_wake = self._on_wake
         gate = setup.make_gate()
         self.door = Door(gate, load) if gate is not None else None
         self.outstanding = 0
@@ -141,10 +141,10 @@ class TurnstileMachine:
         scheduler = self.scheduler
         if not scheduler.has_work:
             return None
-        if isinstance(scheduler, FastForward) and self.door is None:
-            now = self._skip(scheduler, now, until)
+        if isinstance(scheduler.attendance, FastForward) and self.door is None:
+            now = self._skip(scheduler.attendance, now, until)
         plan = self._plan = scheduler.plan(now)
-        asleep = self._asleep()
+        asleep = scheduler.attendance.absent
         if not plan and not asleep.batch:
             return None
         work = self._work(asleep).add(plan)
@@ -160,16 +160,17 @@ class TurnstileMachine:
             work.read_again = (pages - scheduler.pool.num_held) * scheduler.pool.page_size
         return work
 
-    def _skip(self, scheduler: FastForward, now: float, until: float) -> float:
+    def _skip(self, sleepers: FastForward, now: float, until: float) -> float:
         """Take the steps in which everybody sleeps; returns when the last of them has ended."""
-        journal, timing, front = self.journal, self.setup.timing, self.setup.front
-        while scheduler.steady:
-            cost = scheduler.asleep
+        scheduler, journal, front = self.scheduler, self.journal, self.setup.front
+        while sleepers.steady:
+            cost = sleepers.absent
             work = self._work(cost)
-            seconds = timing.seconds(work, scheduler.statistics.steps)
+            seconds = self.setup.timing.seconds(work, scheduler.statistics.steps)
             end = now + seconds
-            if not end < until or not scheduler.skip(end, seconds):
+            if not end < until or not sleepers.skip(end):
                 break
+            scheduler.cost.observe(cost, seconds)
             journal.step(seconds, work, scheduler.pool.num_held)
             told = max(end + front.delivery + front.per_row * cost.batch, self._told_at)
             journal.gap(told - self._told_at, cost.batch)
@@ -179,7 +180,7 @@ class TurnstileMachine:
     def complete(self, now: float) -> list[tuple[int, float]]:
         plan, scheduler = self._plan, self.scheduler
         outcomes = [self._draw(chunk) for chunk in plan.chunks]
-        steady = self._asleep().batch
+        steady = scheduler.attendance.absent.batch
         progress = scheduler.commit(plan, outcomes, now, self._seconds)
         front = self.setup.front
         told = now + front.delivery + front.per_row * (len(progress) + steady)
@@ -213,11 +214,6 @@ class TurnstileMachine:
         index = int(sequence.request.id)
         last = sequence.num_outputs + 1 == self.load.outputs[index]
         return Outcome((STOP if last and sequence.request.stop_ids else _token(index),))
-
-    def _asleep(self) -> StepCost:
-        """What goes on without being looked at."""
-        scheduler = self.scheduler
-        return scheduler.asleep if isinstance(scheduler, FastForward) else _NOBODY
 
     def _on_wake(self, sequence: Sequence) -> None:
         """Its last token so far came with the step before this one."""

@@ -98,10 +98,14 @@ class Setup:
 
         ``fast`` leaves out what changes nothing (:mod:`turnstile.simulate.fast_forward`).
         """
-        kind = FastForward if fast else Scheduler
-        return kind(
+        pool, admission, queue = self.parts()
+        attendance = FastForward(self.scheduler, admission) if fast else None
+        return Scheduler(
             self.scheduler,
-            *self.parts(),
+            pool,
+            admission if attendance is None else attendance.admission,
+            queue,
             prefix_caching=self.prefix_caching,
             cost=CostModel() if self.learns_cost else KnownCost(self.timing.coefficients),
+            attendance=attendance,
         )
