@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from peers.catalog import Peer, catalog
 from peers.tables import medians, ratios, table
-from peers.turns import PeerError, take_turn
+from peers.turns import PeerError, Round, take_turn
 
 from turnstile.bench.lengths import Fixed
 from turnstile.bench.workloads import choose
@@ -80,12 +80,12 @@ def test_a_peer_in_process_is_measured_by_its_own_times(
     workload = choose("W4", requests=3, prompt=Fixed(5), output=Fixed(4))
     command = (sys.executable, "-c", textwrap.dedent(DRIVER))
     peer = Peer("own", "int8", command, in_process=True)
-    common = {"port": 0, "model": "", "text_seed": 0, "log": tmp_path / "own.log"}
-    found = take_turn(peer, [workload], **common)["W4*"]  # type: ignore[arg-type]
+    round_ = Round(workloads=[workload], port=0, model="", text_seed=0)
+    found = take_turn(peer, round_, tmp_path / "own.log")["W4*"]
     assert (found["completed"], found["failed"]) == (3, 1)
     assert (found["output_tokens"], found["output_throughput"]) == (13, 6.5)
     assert found["ttft_ms"]["p50"] == pytest.approx(100)
     assert found["tpot_ms"]["p50"] == pytest.approx(100)
     broken = replace(peer, command=(sys.executable, "-c", "print('no')"))
     with pytest.raises(PeerError, match="ended before it said ready"):
-        take_turn(broken, [workload], **common)  # type: ignore[arg-type]
+        take_turn(broken, round_, tmp_path / "own.log")
