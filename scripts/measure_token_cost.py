@@ -12,6 +12,7 @@ is the default model, which takes the processor and its caches away as it does i
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import signal
 import statistics
@@ -96,6 +97,9 @@ async def measure(root: Path, options: argparse.Namespace) -> Price:
     process = start(root, options)
     try:
         server = Server("127.0.0.1", options.port)
+        await asyncio.sleep(1.0)
+        if process.poll() is not None:  # another one may hold the port and would be measured
+            raise SystemExit(f"The server of {root} did not start.")
         long = replace(WORKLOADS["W1"], name="long", requests=USERS, output=Fixed(options.tokens))
         return Price.of(
             await load(server, process.pid, long), await load(server, process.pid, WORKLOADS["W1"])

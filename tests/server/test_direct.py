@@ -106,7 +106,7 @@ def test_what_waits_for_a_stalled_reader_comes_in_order_once_it_reads(serve: Ser
             await until(lambda: bool(served.engine.streams and served.engine.streams[0].waiting))
             stream = served.engine.streams[0]
             (exchange,) = served.service.live
-            flow: Any = exchange._writer._flow  # type: ignore[union-attr]
+            flow: Any = exchange.writer._flow  # type: ignore[union-attr]
             assert put(stream, 70)
             flow.pause_writing()  # as the transport does when its buffer is full
             assert not put(stream, 71)
@@ -169,9 +169,9 @@ def test_nothing_is_written_to_a_client_that_has_gone(serve: Serve) -> None:
             await raw.until(b"\r\n\r\n")
             await until(lambda: served.engine.streams[0].waiting)
             (exchange,) = served.service.live
-            assert exchange.writable
+            assert exchange.writer.ready
             raw.reset()
-            await until(lambda: not exchange.writable)
+            await until(lambda: not exchange.writer.ready)
             await until(lambda: not served.service.live)
             assert served.engine.streams[0].cancelled == [(None, "abort")]
 

@@ -1,8 +1,13 @@
-"""Writing to a stream without awaiting anything: :class:`DirectWriter`."""
+"""Writing to streams without awaiting anything: :class:`DirectWriter`, :class:`Outbox`."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
+
+logger = logging.getLogger("turnstile.server")
 
 WRITER = "turnstile.writer"
 """Where a request's scope holds its :class:`DirectWriter`, if the server made one."""
@@ -37,5 +42,39 @@ class DirectWriter:
         )
 
     def write(self, data: bytes) -> None:
-        """Send a piece, not an empty one; only while :attr:`ready`."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        """Send a piece, not an empty one, for which it was :attr:`ready`."""
+        cycle = self._cycle
+        if not (cycle.disconnected or cycle.response_complete):
+            self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+class Outbox:
+    """What one step has for all streams, written when the last of it is made.
+
+    A write costs more than all that comes before it, most of it in the kernel: the processor does
+    a hundred of them in a row faster than each between two stretches of Python, and a client that
+    reads many streams is woken once instead of a hundred times.
+
+    It is emptied in the same turn of the event loop, before any task that was woken after the first
+    piece came in: whatever a stream's own task writes comes after what lies here.
+    """
+
+    __slots__ = ("_pieces",)
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[DirectWriter, bytes]] = []
+
+    def add(self, writer: DirectWriter, data: bytes) -> None:
+        """Write ``data`` soon; ``writer`` is ready."""
+        if not self._pieces:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._pieces.append((writer, data))
+
+    def _flush(self) -> None:
+        pieces, self._pieces = self._pieces, []
+        for writer, data in pieces:
+            try:
+                writer.write(data)
+            except Exception:
+                # Whatever is wrong with this connection, the others' pieces must get out.
+                logger.exception("A piece of a stream could not be written")

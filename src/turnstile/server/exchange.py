@@ -51,6 +51,8 @@ class Exchange:
         When the write in progress began, None between writes: a reader that stalls shows here.
     last_write
         When bytes last went out.
+    writer
+        The way around :meth:`write` for one who need not wait; None where the server has none.
     """
 
     __slots__ = (
@@ -61,7 +63,6 @@ class Exchange:
         "_receive",
         "_send",
         "_watcher",
-        "_writer",
         "common_headers",
         "complete",
         "disconnected",
@@ -73,6 +74,7 @@ class Exchange:
         "status",
         "tenant",
         "write_began",
+        "writer",
     )
 
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -84,7 +86,7 @@ class Exchange:
         self._held = 0
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
-        self._writer: DirectWriter | None = scope.get(WRITER)
+        self.writer: DirectWriter | None = scope.get(WRITER)
         self.id = _request_id(scope["headers"])
         self.started = time.monotonic()
         self.common_headers: Headers = [(b"x-request-id", self.id.encode())]
@@ -256,17 +258,6 @@ class Exchange:
         self.write_began = now
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
         self.write_began = None
-        self.last_write = now
-
-    @property
-    def writable(self) -> bool:
-        """Whether :meth:`write_at_once` may be called now."""
-        return self._writer is not None and self._writer.ready
-
-    def write_at_once(self, data: bytes, now: float) -> None:
-        """What :meth:`write` does, where it would not have to wait."""
-        assert self._writer is not None
-        self._writer.write(data)
         self.last_write = now
 
     async def keep_alive(self, comment: bytes, now: float) -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from turnstile.engine.protocol import NOTHING_ALLOWED, Row
 from turnstile.server.choices import Choice, Job
 from turnstile.server.errors import ApiError, bad_request, deadline_exceeded, internal_error
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames
-from turnstile.server.metrics import Metrics
+from turnstile.server.service import Service
 from turnstile.server.usage import Record
 from turnstile.text.errors import CANNOT_FOLLOW
 
@@ -24,6 +22,9 @@ class Follower:
     token costs but the write itself. Last rows, and those of a client that does not keep up, *wait*
     for the task in :meth:`run`, which may await the socket and may raise.
 
+    Where the answer is streamed and ends as it should, its last piece is left to the caller, who
+    has something to send after it.
+
     Parameters
     ----------
     frames
@@ -36,20 +37,21 @@ class Follower:
         record: Record,
         exchange: Exchange,
         frames: Frames | None,
-        metrics: Metrics,
-        clock: Callable[[], float],
+        service: Service,
     ) -> None:
         self._job = job
         self._record = record
         self._exchange = exchange
         self._step = None if frames is None else frames.step
-        self._metrics = metrics
-        self._clock = clock
+        self._metrics = service.metrics
+        self._writer = exchange.writer
+        self._outbox = service.outbox
+        self._clock = service.clock
         self._error: Exception | None = None
         """What went wrong with a row that was to be taken at once."""
 
-    async def run(self) -> None:
-        """Follow the job to its end.
+    async def run(self) -> bytes:
+        """Follow the job to its end; returns what a stream has still to send.
 
         Raises
         ------
@@ -61,17 +63,18 @@ class Follower:
         stream.offer(self._take_at_once)
         try:
             async for rows in stream:
-                await self._take_in_turn(rows)
+                data, now = self._take_in_turn(rows)
                 if not job.unfinished:
-                    return
+                    return data
+                if data:
+                    await self._exchange.write(data, now)
         finally:
             stream.offer(None)
         if job.unfinished and not job.expired:
             raise internal_error("The engine ended this request without an answer.")
-        if job.unfinished:
-            await self._expire()
+        return self._expire() if job.unfinished else b""
 
-    async def _take_in_turn(self, rows: list[Row]) -> None:
+    def _take_in_turn(self, rows: list[Row]) -> tuple[bytes, float]:
         if self._error is not None:
             raise self._error
         now = self._clock()
@@ -80,13 +83,12 @@ class Follower:
             choice = self._job.choices[row.sample_index]
             if choice.finish is None:  # else sent before the engine heard of the stop string
                 pieces.append(self._advance(choice, row, now))
-        if data := b"".join(pieces):
-            await self._exchange.write(data, now)
+        return b"".join(pieces), now
 
     def _take_at_once(self, row: Row) -> bool:
         """Take a row where no task is needed for it; returns whether it was taken."""
-        exchange = self._exchange
-        if row.finish is not None or not (self._step is None or exchange.writable):
+        writer, streamed = self._writer, self._step is not None
+        if row.finish is not None or (streamed and (writer is None or not writer.ready)):
             return False
         choice = self._job.choices[row.sample_index]
         if choice.finish is not None:
@@ -94,8 +96,9 @@ class Follower:
         now = self._clock()
         try:
             data = self._advance(choice, row, now)
-            if data:
-                exchange.write_at_once(data, now)
+            if data and writer is not None:
+                self._outbox.add(writer, data)
+                self._exchange.last_write = now
         except Exception as error:
             # This is the middle of a step that concerns others too: the task shall fail, not they.
             self._error = error
@@ -109,7 +112,7 @@ class Follower:
             return self._step(choice)
         return b""
 
-    async def _expire(self) -> None:
+    def _expire(self) -> bytes:
         """End what the engine has not: it is being restarted, or hangs in a step."""
         job, now = self._job, self._clock()
         pieces: list[bytes] = []
@@ -118,8 +121,7 @@ class Follower:
                 row = Row(job.generation.request_id, sample, choice.text.num_tokens, [])
                 row.finish = "timeout"
                 pieces.append(self._advance(choice, row, now))
-        if data := b"".join(pieces):
-            await self._exchange.write(data, now)
+        return b"".join(pieces)
 
     def _take(self, choice: Choice, row: Row, now: float) -> None:
         job = self._job

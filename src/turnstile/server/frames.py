@@ -90,11 +90,12 @@ class Frames(ABC):
         if interval > 1 and text.num_tokens - choice.sent_tokens < interval:
             return b""
         if self._plain:
-            if not text.has_text:
+            ready = text.take_text()
+            if not ready:
                 return b""
             choice.sent_tokens = text.num_tokens
             prefix, suffix = self._around[choice.index]
-            return prefix + encode(text.take_text()) + suffix
+            return prefix + encode(ready) + suffix
         return self._middle(choice, text.take())
 
     def _first(self, choice: Choice) -> bytes:

@@ -238,8 +238,7 @@ class Answer:
         await exchange.start_stream()
         self._service.stream_began(exchange)
         try:
-            await self._follow_all()
-            last = self._frames.usage_frame() + DONE
+            last = await self._follow_all() + self._frames.usage_frame() + DONE
         except Exception as error:
             last = error_frames(self._error(error).body())
         finally:
@@ -256,22 +255,27 @@ class Answer:
 
     # -- following the tokens -----------------------------------------------------------------
 
-    async def _follow_all(self) -> None:
-        jobs = self._record.jobs
-        if len(jobs) == 1:
-            await self._follow(jobs[0])
-            return
+    async def _follow_all(self) -> bytes:
+        """Follow every job to its end; returns what a stream has still to send."""
+        frames = self._frames if self._stream else None
+        followers = [
+            Follower(job, self._record, self._exchange, frames, self._service)
+            for job in self._record.jobs
+        ]
+        if len(followers) == 1:
+            return await followers[0].run()
         try:
             async with asyncio.TaskGroup() as group:
-                for job in jobs:
-                    group.create_task(self._follow(job))
+                for follower in followers:
+                    group.create_task(self._follow_one(follower))
         except* Exception as errors:
             raise _first_error(errors) from None
+        return b""
 
-    async def _follow(self, job: Job) -> None:
-        frames = self._frames if self._stream else None
-        clock = self._service.clock
-        await Follower(job, self._record, self._exchange, frames, self._metrics, clock).run()
+    async def _follow_one(self, follower: Follower) -> None:
+        """One of several: it ends before the answer does."""
+        if data := await follower.run():
+            await self._exchange.write(data, self._service.clock())
 
 
 def _first_error(errors: BaseExceptionGroup[Exception]) -> Exception:

@@ -17,6 +17,7 @@ from turnstile.server.body import BodyLimits
 from turnstile.server.choices import Job
 from turnstile.server.config import ConfigError, ServerConfig
 from turnstile.server.cors import Cors
+from turnstile.server.direct import Outbox
 from turnstile.server.errors import ApiError, model_loading, shutting_down
 from turnstile.server.exchange import Exchange
 from turnstile.server.gate import Gate, make_gate, view_of
@@ -83,6 +84,7 @@ class Service:
         self.live: set[Exchange] = set()
         self.jobs: dict[str, tuple[Job, Record]] = {}
         """What the engine works on, by its request id."""
+        self.outbox = Outbox()
         self.requests = RequestLog()
         self.requests.observer = self.trace = trace
         self.metrics = Metrics(engine, self.requests, clock)

@@ -154,11 +154,6 @@ class TextStream:
         self._release(self._held)
         self._held = ""
 
-    @property
-    def has_text(self) -> bool:
-        """Whether :meth:`take` would hand out any text."""
-        return bool(self._ready)
-
     def take(self) -> Delta:
         """Hand out the text that is certain, and the tokens since the last time."""
         delta = Delta("".join(self._ready), self._ids, self._entries)
