@@ -55,8 +55,8 @@ class Outbox:
     a hundred of them in a row faster than each between two stretches of Python, and a client that
     reads many streams is woken once instead of a hundred times.
 
-    It is emptied in the same turn of the event loop, before any task that was woken after the first
-    piece came in: whatever a stream's own task writes comes after what lies here.
+    It empties itself in the same turn of the event loop. Whoever writes to one of these streams
+    another way empties it first, so that the order stays right.
     """
 
     __slots__ = ("_pieces",)
@@ -67,10 +67,11 @@ class Outbox:
     def add(self, writer: DirectWriter, data: bytes) -> None:
         """Write ``data`` soon; ``writer`` is ready."""
         if not self._pieces:
-            asyncio.get_running_loop().call_soon(self._flush)
+            asyncio.get_running_loop().call_soon(self.flush)
         self._pieces.append((writer, data))
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
+        """Write what there is."""
         pieces, self._pieces = self._pieces, []
         for writer, data in pieces:
             try:

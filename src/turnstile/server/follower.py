@@ -67,9 +67,11 @@ class Follower:
                 if not job.unfinished:
                     return data
                 if data:
+                    self._outbox.flush()
                     await self._exchange.write(data, now)
         finally:
             stream.offer(None)
+            self._outbox.flush()  # the answer's end is written next
         if job.unfinished and not job.expired:
             raise internal_error("The engine ended this request without an answer.")
         return self._expire() if job.unfinished else b""
