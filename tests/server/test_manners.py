@@ -168,7 +168,12 @@ def test_preflights_of_allowed_origins_pass_without_a_key(serve: Serve) -> None:
             methods = answer.headers["access-control-allow-methods"].split(", ")
             assert {method for method, _, _ in ROUTES} <= set(methods)
             assert "access-control-allow-credentials" not in answer.headers
+            # A page must be able to read that there is no such route.
+            answer = await served.client.options("/nowhere", headers=good | PREFLIGHT)
+            assert answer.status_code == 204
             bad = {"origin": "https://bad.example"}
+            answer = await served.client.options("/nowhere", headers=bad | PREFLIGHT)
+            assert answer.status_code == 404
             answer = await served.client.options(path, headers=bad | PREFLIGHT)
             assert not [name for name in answer.headers if name.startswith("access-control")]
             answer = await served.client.post(path, json={}, headers=good)

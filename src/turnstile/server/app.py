@@ -130,13 +130,14 @@ class App:
 
     async def _preflight(self, exchange: Exchange, origin: bytes | None) -> None:
         """Answer OPTIONS. It needs no key: browsers send none, and it tells what the docs tell."""
-        methods = self._methods(exchange)
-        if not methods:
-            await _no_route(exchange.scope, None, None)
         asked = exchange.header(b"access-control-request-headers")
         exchange.common_headers = exchange.common_headers[:1]
         headers = self.service.cors.preflight_headers(origin, asked)
-        headers.append((b"allow", ", ".join(sorted([*methods, "OPTIONS"])).encode()))
+        methods = self._methods(exchange)
+        if methods:
+            headers.append((b"allow", ", ".join(sorted([*methods, "OPTIONS"])).encode()))
+        elif not headers:  # an allowed page is let through to the refusal, and reads it there
+            await _no_route(exchange.scope, None, None)
         await exchange.respond(b"", 204, headers=headers)
 
     def _methods(self, exchange: Exchange) -> list[str]:
