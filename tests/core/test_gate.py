@@ -248,7 +248,7 @@ def test_calibration_finds_a_constant_error_and_covers_nine_in_ten(
         calibration.observe(raw, median, p90, actual)
         if i >= 1000:
             covered += actual <= p90
-    assert 0.85 < covered / 2000 < 0.95
+    assert 0.87 < covered / 2000 < 0.98
     assert factor / 1.6 < calibration.correct(5.0)[0] / 5.0 < factor * 1.6
 
 
@@ -304,8 +304,7 @@ def test_predictions_of_the_scheduler_itself_are_calibrated(load: float) -> None
     gate = drive(load, seed=1)
     for calibration in (gate.wait, gate.ttft):
         assert calibration.count > 550
-        # Where waits are long the news is old: what was predicted wrong is known seconds later.
-        assert 0.7 < calibration.coverage < 0.99
+        assert calibration.coverage > 0.85
         ratio = calibration.predicted_seconds / calibration.actual_seconds
         assert 0.7 < ratio < 1.4
 

@@ -9,8 +9,7 @@ has outputs to come, and after as many again as the next one's outputs. The k-th
 where ``r`` are the outputs still to come of those that run, ascending, and ``s`` the mean outputs
 of those that wait. Steps become seconds by the fitted cost model, prompts to be computed meanwhile
 are added by their tokens. What that leaves out (pages, cached prefixes, lengths that come out
-otherwise) is corrected by :class:`Calibration`, which learns the median and the 90th percentile of
-actual ÷ predicted.
+otherwise) is corrected by :class:`Calibration`, which learns from actual ÷ predicted.
 """
 
 from __future__ import annotations
@@ -76,7 +75,9 @@ def prefill_left(running: Iterable[Running]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Seconds from arrival to a slot, and to the first token: medians and 90th percentiles."""
+    """Seconds from arrival to a slot, and to the first token: medians and 90th percentiles; the
+    raw figures they were made from, and how many waited then.
+    """
 
     wait: float
     wait_p90: float
@@ -84,6 +85,7 @@ class Estimate:
     ttft_p90: float
     raw_wait: float
     raw_ttft: float
+    ahead: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,15 +152,30 @@ class Speed:
 class Calibration:
     """Predicted against actual: learns how far predictions of each magnitude are off.
 
-    For each decade of the raw prediction the median and the 90th percentile of
-    log(actual ÷ predicted) are tracked by stochastic approximation (a step of ``RATE · (q - 1)``
-    or ``RATE · q``, Robbins and Monro 1951), so that a drift is followed and nothing is stored.
+    For each decade of the raw prediction two numbers are kept, so that a drift is followed and
+    nothing is stored: the median of log(actual ÷ raw), by stochastic approximation (Robbins and
+    Monro 1951), and the *margin* from the median that was told to the 90th percentile.
+
+    In a queue errors come in flocks: all who wait at the same time find the same speed, and how
+    they came out is known only when their waits are over, when many others have been told the same.
+    A quantile that follows each outcome forgets in one flock what the last one taught, and is wrong
+    for all of the next. So an outcome counts the less the more stood before it, ``FLOCK`` as much
+    as one; the margin is measured from what was told, grows no further than what would have
+    covered, and shrinks slowly. A magnitude that was never seen begins with the margin of the next
+    smaller one, as queues grow through all of them.
     """
 
-    RATE = 0.1
+    RATE = 0.05
+    GROWTH, DECLINE = 0.09, 0.005
+    """Steps of the margin for an outcome beyond it, and within."""
+    FLOCK = 8.0
+    LEAST_MARGIN, FIRST_MARGIN, MOST_MARGIN = math.log(1.13), math.log(2.0), math.log(20.0)
+    INHERITED = (math.log(1.3), math.log(1.6))
+    """Range of a margin that comes from a smaller magnitude."""
     FLOOR = 0.01
     """Seconds added to both sides: below it nobody cares, and a wait of 0 has no logarithm."""
     _DECADES = 5
+    _KNOWN = 20
 
     def __init__(self) -> None:
         self.count = 0
@@ -167,32 +184,50 @@ class Calibration:
         self.predicted_seconds = 0.0
         self.actual_seconds = 0.0
         self._medians = [0.0] * self._DECADES
-        self._p90s = [math.log(2.0)] * self._DECADES
+        self._margins: list[float | None] = [None] * self._DECADES
+        self._seen = [0] * self._DECADES
 
     def correct(self, raw: float) -> tuple[float, float]:
         """The median and the 90th percentile for a raw prediction, both at least 0."""
-        i, shifted = self._decade(raw), raw + self.FLOOR
-        median, p90 = self._medians[i], max(self._p90s[i], self._medians[i])
-        return (
-            max(0.0, shifted * math.exp(median) - self.FLOOR),
-            max(0.0, shifted * math.exp(p90) - self.FLOOR),
-        )
+        i = self._decade(raw)
+        median = (raw + self.FLOOR) * math.exp(self._medians[i])
+        p90 = median * math.exp(max(self.LEAST_MARGIN, self._margin(i)))
+        return max(0.0, median - self.FLOOR), max(0.0, p90 - self.FLOOR)
 
-    def observe(self, raw: float, median: float, p90: float, actual: float) -> None:
-        """Learn how a prediction came out."""
+    def observe(
+        self, raw: float, median: float, p90: float, actual: float, ahead: float = 0.0
+    ) -> None:
+        """Learn how a prediction came out that was told when ``ahead`` others waited."""
         self.count += 1
         self.covered += actual <= p90
         self.predicted_seconds += median
         self.actual_seconds += actual
-        i = self._decade(raw)
+        i, weight = self._decade(raw), self.FLOCK / (self.FLOCK + ahead)
         error = math.log((actual + self.FLOOR) / (raw + self.FLOOR))
-        self._medians[i] += self.RATE * (0.5 - (error <= self._medians[i]))
-        self._p90s[i] += self.RATE * (0.9 - (error <= self._p90s[i]))
+        self._medians[i] += self.RATE * weight * (0.5 - (error <= self._medians[i]))
+        needed = math.log((actual + self.FLOOR) / (median + self.FLOOR))
+        margin = self._margin(i)
+        if needed > margin:
+            self._margins[i] = min(needed, margin + self.GROWTH, self.MOST_MARGIN)
+        else:
+            self._margins[i] = max(0.0, margin - self.DECLINE * weight)
+        self._seen[i] += 1
 
     @property
     def coverage(self) -> float:
         """Share of actual values within the predicted 90th percentile; 0 before the first."""
         return self.covered / self.count if self.count else 0.0
+
+    def _margin(self, decade: int) -> float:
+        known = self._margins[decade]
+        if known is not None:
+            return known
+        for smaller in range(decade - 1, -1, -1):
+            inherited = self._margins[smaller]
+            if inherited is not None and self._seen[smaller] >= self._KNOWN:
+                least, most = self.INHERITED
+                return min(most, max(least, inherited))
+        return self.FIRST_MARGIN
 
     def _decade(self, raw: float) -> int:
         decade = math.floor(math.log10(raw + self.FLOOR)) + 2

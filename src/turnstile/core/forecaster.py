@@ -82,8 +82,10 @@ class Forecaster:
             wait = speed.seconds(steps, view.prefill_tokens + ahead.prompt_tokens)
         elif busy:  # it enters at the next step: half of the one that runs is still to come
             wait = speed.seconds(1, view.prefill_tokens) / 2
-        # Prompts share steps: while its own is computed, so is as much of each beside it.
-        beside = work.prompt_tokens * (self._crowd.prompts_beside(work) + ahead.samples)
+        # Prompts share steps: while its own is computed, so is as much of each beside it. Those
+        # ahead are beside it where all start together; who has to wait finds most of them computed.
+        sharing = self._crowd.prompts_beside(work) + (ahead.samples if place <= free else 0.0)
+        beside = work.prompt_tokens * sharing
         tokens = work.prompt_tokens + min(beside, view.prefill_tokens + ahead.prompt_tokens)
         return wait, wait + speed.seconds(max(1.0, tokens / speed.room), tokens)
 

@@ -304,7 +304,8 @@ class Gate:
 
     def _estimate(self, work: Work, before: Ahead) -> Estimate:
         wait, ttft = self._forecaster.predict(work, before, self.view)
-        return Estimate(*self.wait.correct(wait), *self.ttft.correct(ttft), wait, ttft)
+        told = (*self.wait.correct(wait), *self.ttft.correct(ttft))
+        return Estimate(*told, wait, ttft, self.waiting)
 
     # -- what places tell -------------------------------------------------------------------------
 
@@ -314,7 +315,8 @@ class Gate:
         estimate = place.estimate
         if estimate is not None:
             waited = max(0.0, now - place.entered)
-            self.wait.observe(estimate.raw_wait, estimate.wait, estimate.wait_p90, waited)
+            told = (estimate.raw_wait, estimate.wait, estimate.wait_p90)
+            self.wait.observe(*told, waited, estimate.ahead)
 
     def on_first_token(self, place: Place, now: float) -> None:
         """A place's prompt is computed."""
@@ -323,7 +325,8 @@ class Gate:
         estimate = place.estimate
         if estimate is not None:
             took = max(0.0, now - place.entered)
-            self.ttft.observe(estimate.raw_ttft, estimate.ttft, estimate.ttft_p90, took)
+            told = (estimate.raw_ttft, estimate.ttft, estimate.ttft_p90)
+            self.ttft.observe(*told, took, estimate.ahead)
 
     def on_leave(self, place: Place, now: float, outputs: Sequence[int], drawn: int | None) -> None:
         """A place is free again; its tenant pays for what was computed."""

@@ -1,0 +1,150 @@
+"""Of ten waits, nine are within the 90th percentile that the gate told: also where more comes than
+can be served, and where it comes all at once. On virtual time, behind the scheduler that serves.
+
+``python tests/simulate/test_coverage.py 1500`` prints the table of docs/admission.md.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT
+from turnstile.core.cost import Coefficients
+from turnstile.core.forecast import Calibration
+from turnstile.core.settings import SchedulerConfig
+from turnstile.simulate.clock import Clock
+from turnstile.simulate.journal import Journal
+from turnstile.simulate.load import Load, draw
+from turnstile.simulate.machine import TurnstileMachine
+from turnstile.simulate.routing import ROUTERS
+from turnstile.simulate.setup import Setup
+from turnstile.simulate.timing import LinearTiming, ScatteredTiming
+
+COST = Coefficients(0.005, 4e-4, 2e-7, 5e-5)
+"""About what two cores need for a model of 135 million parameters."""
+BOUNDS = {"open": {"max_num_queued_reqs": 10**9}, "bounded": {"max_queue_wait": 20.0}}
+
+
+class Noting(Calibration):
+    """Keeps what was told and what came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outcomes: list[tuple[float, float, float]] = []
+
+    def observe(
+        self, raw: float, median: float, p90: float, actual: float, ahead: float = 0.0
+    ) -> None:
+        self.outcomes.append((median, p90, actual))
+        super().observe(raw, median, p90, actual, ahead)
+
+
+def play(load: Load, seed: int, door: str = "open") -> tuple[Journal, Noting, Noting]:
+    """Run a load; returns what was told of waits and of TTFT, and what came."""
+    machine = Setup(
+        timing=ScatteredTiming(LinearTiming(COST), 0.2, seed),
+        num_pages=4000,
+        scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
+        **BOUNDS[door],  # type: ignore[arg-type]
+    )
+    journal = Journal(len(load))
+    runs = TurnstileMachine(machine, load, journal)
+    assert runs.door is not None
+    gate = runs.door.gate
+    wait, ttft = Noting(), Noting()
+    gate.wait, gate.ttft = wait, ttft
+    Clock(load, [runs], ROUTERS["round-robin"](load), journal).run()
+    return journal, wait, ttft
+
+
+def chats(count: int, seed: int) -> Load:
+    """Questions and answers as of chats; nobody knows before how long an answer will be."""
+    return replace(draw("chats", count, USERS_PROMPT, USERS_OUTPUT, seed), max_tokens=512)
+
+
+@cache
+def capacity() -> float:
+    """Requests a second that the machine can serve."""
+    load = chats(400, 9).with_users(400)
+    journal, *_ = play(load, 9)
+    return len(load) / max(journal.ended)
+
+
+def overload(factor: float, count: int, seed: int) -> Load:
+    """Poisson arrivals, ``factor`` times what can be served."""
+    return chats(count, seed).with_rate(factor * capacity(), seed)
+
+
+def bursts(count: int, seed: int) -> Load:
+    """150 at once, over and over, on a third of what can be served."""
+    draws, rate = np.random.default_rng(seed), capacity()
+    due: list[float] = []
+    now = 0.0
+    while len(due) < count:
+        due += [now] * 150
+        end = now + 240 / rate
+        due += np.arange(now, end, draws.exponential(3 / rate)).tolist()
+        now = end
+    load = chats(count, seed)
+    return replace(load, users=0, due=np.sort(np.asarray(due))[:count])
+
+
+def quality(calibration: Noting) -> tuple[float, float, float]:
+    """Coverage, and of what took over a second the medians of predicted median ÷ actual and of
+    predicted 90th percentile ÷ actual.
+    """
+    outcomes: NDArray[np.float64] = np.asarray(calibration.outcomes)
+    median, p90, actual = outcomes.T
+    long = actual > 1.0
+    return (
+        float(np.mean(actual <= p90)),
+        float(np.median(median[long] / actual[long])),
+        float(np.median(p90[long] / actual[long])),
+    )
+
+
+LOADS = {
+    "1.2 times": lambda count, seed: overload(1.2, count, seed),
+    "2 times": lambda count, seed: overload(2.0, count, seed),
+    "4 times": lambda count, seed: overload(4.0, count, seed),
+    "bursts": bursts,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "door"),
+    [*((name, "open") for name in LOADS), ("2 times", "bounded"), ("4 times", "bounded")],
+)
+def test_nine_in_ten_come_within_what_the_gate_told_and_not_by_telling_too_much(
+    name: str, door: str
+) -> None:
+    _, *told = play(LOADS[name](600, 4), 4, door)
+    for calibration in told:
+        assert len(calibration.outcomes) > 250
+        coverage, median, p90 = quality(calibration)
+        assert coverage >= 0.9
+        assert 0.75 < median < 1.35
+        assert p90 < 2.5
+
+
+def main(count: int) -> None:
+    print("load | queue | quantity | coverage | median ÷ actual | 90th percentile ÷ actual")
+    for name, door in [(n, d) for d in BOUNDS for n in LOADS]:
+        runs = [play(LOADS[name](count, seed), seed, door)[1:] for seed in (1, 2, 3)]
+        for quantity, several in zip(("wait", "TTFT"), zip(*runs, strict=True), strict=True):
+            rows = np.asarray([quality(calibration) for calibration in several])
+            spans = [
+                f"{low:.2f} to {high:.2f}"
+                for low, high in zip(rows.min(0), rows.max(0), strict=True)
+            ]
+            print(name, door, quantity, *spans, sep=" | ", flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
