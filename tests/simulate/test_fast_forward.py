@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 
 from budget import examples
 from simulate.machines import arrivals, setup
+from turnstile.bench.lengths import Uniform
 from turnstile.core.cost import Coefficients
 from turnstile.core.events import Preempted
 from turnstile.core.plan import Plan
 from turnstile.simulate.clock import Clock
 from turnstile.simulate.fast_forward import FastForward
+from turnstile.simulate.figures import Figures
 from turnstile.simulate.journal import Journal
-from turnstile.simulate.load import Load, Tenant
+from turnstile.simulate.load import Load, Tenant, draw
 from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
-from turnstile.simulate.run import Plant, play
+from turnstile.simulate.run import Plant, play, simulate
 from turnstile.simulate.setup import Front, Setup
 from turnstile.simulate.timing import LinearTiming, ScatteredTiming
 
@@ -80,6 +82,16 @@ def setups(draw: st.DrawFn) -> Setup:
 def test_the_same_happens_at_the_same_moments(load: Load, machine: Setup, replicas: int) -> None:
     plant = Plant(machine, replicas, "least-loaded")
     assert everything(play(plant, load)) == everything(play(plant, load, fast=False))
+
+
+def test_the_same_seed_gives_the_same_figures_to_the_last_bit() -> None:
+    def once() -> Figures:
+        load = draw("x", 300, Uniform(5, 90), Uniform(1, 40), 7, prefixes=5, prefix_tokens=32)
+        timing = ScatteredTiming(LinearTiming(Coefficients(1e-2, 3e-4, 1e-6, 7e-5)), 0.2, 7)
+        machine = setup(pages=300, timing=timing, max_num_seqs=32)
+        return simulate(Plant(machine, 2, "prefix-aware"), load.with_rate(40.0, 7))
+
+    assert once() == once()
 
 
 def step_through(machine: TurnstileMachine, *batches: range) -> tuple[list[Any], Any]:
