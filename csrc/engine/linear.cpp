@@ -123,10 +123,13 @@ void multiply(Member& member, const Kernels& kernels, const Linear& linear, cons
   task.out_bfloat16 = product.out_bfloat16;
   task.out = product.out;
   task.out_stride = product.out_stride;
-  // A piece is about 100,000 steps of one row (some 10 us), but at least 4 pieces a member.
+  task.stream = product.stream;
+  // A piece is about 100,000 steps of one row (some 10 us), but at least 8 pieces a member. Rows stay together,
+  // so that a panel is read once, as long as all of them fit half of a second-level cache.
   const int wanted = 8 * member.members();
-  const int row_block = weights.panels >= wanted ? 96 : 48;
-  const int row_pieces = std::max(1, (rows + row_block / 2) / row_block);
+  const int together = std::max<int>(48, (size_t{1} << 20) / linear.row_bytes());
+  const int row_pieces = std::max({1, (rows + together - 1) / together,
+                                   std::min((wanted + weights.panels - 1) / weights.panels, rows / 32)});
   const int per_piece = std::max(1, rows / row_pieces);
   const int cost = weights.steps * std::max(per_piece, 4);
   int panels = std::max(1, 100000 / std::max(1, cost));

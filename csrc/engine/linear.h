@@ -45,6 +45,7 @@ struct Product {
   uint8_t* out;
   size_t out_stride;
   bool out_bfloat16 = false;
+  bool stream = false;  // see LinearTask
 };
 
 // One phase: rows x panels in pieces small enough to balance, large enough to reuse a panel.

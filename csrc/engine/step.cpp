@@ -12,6 +12,7 @@ namespace {
 constexpr int kChunk = 16;     // rows of a prompt attended by one member at a time
 constexpr int kRowBlock = 8;   // rows normed by one member at a time
 constexpr int kTogether = 4;   // up to so many rows, every member norms all of them for itself: no wait
+constexpr size_t kStreamedBytes = size_t{2} << 20;  // of logits: more do not stay in a second-level cache
 constexpr int kMaxPhases = 3;  // of one operation
 
 void grow(Buffer& buffer, size_t bytes) {
@@ -348,8 +349,9 @@ void Step::head(Member& member, const Head& head) {
   const Activations input = input_of(member, head.projection, hidden_, hidden_stride_, head.hidden,
                                      batch_.rows, head.norm.data(), head.eps, batch_.logit_rows);
   stopwatch_.lap(member, Lap::head_input);
+  const size_t stride = 4 * static_cast<size_t>(logits_stride_);
   multiply(member, kernels_, head.projection, input.rows, input.scale, batch_.rows,
-           {Finish::store, logits_.data(), 4 * static_cast<size_t>(logits_stride_)});
+           {Finish::store, logits_.data(), stride, false, batch_.rows * stride > kStreamedBytes});
   stopwatch_.lap(member, Lap::head);
 }
 

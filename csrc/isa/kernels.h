@@ -45,6 +45,7 @@ struct LinearTask {
   bool out_bfloat16;      // silu_product only: for a bfloat16 consumer
   uint8_t* out;
   size_t out_stride;      // bytes
+  bool stream;            // store only, rows aligned to 64 bytes: too much for the caches, so written past them
   int first_panel, last_panel, first_row, last_row;
 };
 

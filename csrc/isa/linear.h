@@ -99,40 +99,52 @@ INLINE void tile_of(int count, const uint8_t* input, size_t stride, const uint8_
   tile<Dot, rows, cold>(input, stride, panel, steps, out);
 }
 
-// The 16 raw accumulators at `lane` of a tile row as floats.
-INLINE F finished(const LinearTask& task, const int32_t* raw, int row, int output) {
-  const Weights& weights = *task.weights;
-  F value;
-  if (weights.format == Format::int8) {
-    const I offset = load_i(weights.sum128 + output);
-    value = float_of(load_i(raw) - offset);
-    value = value * (splat(task.scale[row]) * load(weights.scale + output));
-  } else {
-    value = bits_f(load_i(raw));
+// What all rows share of 16 outputs.
+struct Outputs {
+  I offset;
+  F scale, bias;
+  INLINE Outputs of(const Weights& weights, int output) {
+    Outputs o{splat_i(0), splat(1.0f), splat(0.0f)};
+    if (weights.format == Format::int8) {
+      o.offset = load_i(weights.sum128 + output);
+      o.scale = load(weights.scale + output);
+    }
+    if (weights.bias) o.bias = load(weights.bias + output);
+    return o;
   }
-  if (weights.bias) value = value + load(weights.bias + output);
-  return value;
+};
+
+// 16 raw accumulators as floats.
+INLINE F finished(const LinearTask& task, const Outputs& outputs, const int32_t* raw, int row) {
+  F value = bits_f(load_i(raw));
+  if (task.weights->format == Format::int8)
+    value = float_of(load_i(raw) - outputs.offset) * (splat(task.scale[row]) * outputs.scale);
+  return task.weights->bias ? value + outputs.bias : value;
 }
 
-INLINE void finish_row(const LinearTask& task, const int32_t* raw, int row, int panel) {
-  const F a = finished(task, raw, row, panel * kPanel);
-  const F b = finished(task, raw + 16, row, panel * kPanel + 16);
-  uint8_t* out = task.out + row * task.out_stride;
-  if (task.finish == Finish::silu_product) {
-    const F product = silu(a) * b;
-    if (task.out_bfloat16)
-      store_bf16(reinterpret_cast<uint16_t*>(out) + panel * 16, product);
-    else
-      store(reinterpret_cast<float*>(out) + panel * 16, product);
-    return;
-  }
-  float* to = reinterpret_cast<float*>(out) + panel * kPanel;
-  if (task.finish == Finish::add) {
-    store(to, load(to) + a);
-    store(to + 16, load(to + 16) + b);
-  } else {
-    store(to, a);
-    store(to + 16, b);
+// Rows first to last of a panel; `raw` are the accumulators of the first.
+INLINE void finish_rows(const LinearTask& task, const int32_t* raw, int first, int last, int panel) {
+  const Outputs low = Outputs::of(*task.weights, panel * kPanel), high = Outputs::of(*task.weights, panel * kPanel + 16);
+  for (int row = first; row < last; ++row, raw += kPanel) {
+    const F a = finished(task, low, raw, row), b = finished(task, high, raw + 16, row);
+    uint8_t* out = task.out + row * task.out_stride;
+    if (task.finish == Finish::silu_product) {
+      const F product = silu(a) * b;
+      if (task.out_bfloat16)
+        store_bf16(reinterpret_cast<uint16_t*>(out) + panel * 16, product);
+      else
+        store(reinterpret_cast<float*>(out) + panel * 16, product);
+      continue;
+    }
+    float* to = reinterpret_cast<float*>(out) + panel * kPanel;
+    if (task.stream) {
+      stream(to, a);
+      stream(to + 16, b);
+      continue;
+    }
+    const bool add = task.finish == Finish::add;
+    store(to, add ? load(to) + a : a);
+    store(to + 16, add ? load(to + 16) + b : b);
   }
 }
 
@@ -153,8 +165,7 @@ static void linear_of(const LinearTask& task) {
         tile_of<Dot, true>(count, input, task.input_stride, data, weights.steps, raw);
       else
         tile_of<Dot, false>(count, input, task.input_stride, data, weights.steps, raw);
-      for (int row = 0; row < count; ++row)
-        finish_row(task, raw + row * kPanel, first + row, panel);
+      finish_rows(task, raw, first, first + count, panel);
     }
   }
 }
@@ -167,7 +178,7 @@ static void linear_of(const LinearTask& task) {
 
 namespace turnstile::TURNSTILE_LEVEL {
 
-static void linear(const LinearTask& task) {
+static void multiply(const LinearTask& task) {
 #if defined(__AMX_TILE__)
   const Format format = task.weights->format;
   if (format == Format::int8 && fits_tiles<Int8Tiles>(task)) return linear_in_tiles<Int8Tiles>(task);
@@ -178,6 +189,11 @@ static void linear(const LinearTask& task) {
     case Format::bfloat16: return linear_of<Bfloat16Dot>(task);
     case Format::float32: return linear_of<Float32Dot>(task);
   }
+}
+
+static void linear(const LinearTask& task) {
+  multiply(task);
+  if (task.stream) finish_streams();
 }
 
 }  // namespace turnstile::TURNSTILE_LEVEL

@@ -57,36 +57,53 @@ INLINE bool fits_tiles(const LinearTask& task) {
   return !Tiles::exact_in_any_order || task.last_row - task.first_row > kFewRows;
 }
 
-// The rows of one panel are finished while the tiles of the next are multiplied: the two use different
-// units of the processor, and the first takes as long as the second.
+// Panel by panel, and for each all rows, block by block: a panel stays in the first-level cache, and while
+// its blocks are multiplied the next panel is fetched from memory, a share beside every tile. The rows of
+// one block are finished while the next is multiplied: the two use different units of the processor, and
+// the first takes as long as the second. All blocks have one height, so that the tiles keep their shape;
+// the last block may begin with rows of the block before, which are then computed twice and finished once.
 template <class Tiles>
 static void linear_in_tiles(const LinearTask& task) {
   const Weights& weights = *task.weights;
+  const int rows = task.last_row - task.first_row;
+  if (rows == 0) return;
+  const int row_blocks = (rows + kAmxRows - 1) / kAmxRows;
+  const int height = (rows + row_blocks - 1) / row_blocks;
+  const int tiles = weights.steps / kTile;                // of a panel, one below the other
+  const int share = (height + tiles - 1) / tiles;         // rows finished beside one of them
+  const int fetched = (kTile * kStepBytes / 64 + row_blocks - 1) / row_blocks * 64;  // bytes beside one of them
+  const size_t panel_bytes = static_cast<size_t>(weights.steps) * kStepBytes;
   alignas(64) int32_t raw[2][kAmxRows * kPanel];
-  for (int first = task.first_row; first < task.last_row; first += kAmxRows) {
-    const int count = task.last_row - first < kAmxRows ? task.last_row - first : kAmxRows;
-    const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
-    const bool cold = first == task.first_row;
-    const int blocks = weights.steps / kTile;
-    const int share = (count + blocks - 1) / blocks;  // rows finished beside one block
-    shape_tiles(count);
-    for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
-      const uint8_t* data = weights.data + static_cast<size_t>(panel) * weights.steps * kStepBytes;
-      const int32_t* before = raw[(panel + 1) & 1];
-      const auto finish = [&](int block) {
-        if (panel == task.first_panel) return;
-        const int last = (block + 1) * share < count ? (block + 1) * share : count;
-        for (int row = block * share; row < last; ++row)
-          finish_row(task, before + row * kPanel, first + row, panel - 1);
-      };
-      if (count > kTile)
-        Tiles::template block<true>(input, task.input_stride, data, weights.steps, cold, raw[panel & 1], finish);
+  int parity = 0;
+  struct { int panel, first, row, last; } before{0, 0, 0, 0};  // what is not yet finished of the block before
+  const auto finish = [&](int count) {
+    const int stop = before.row + count < before.last ? before.row + count : before.last;
+    finish_rows(task, raw[parity ^ 1] + (before.row - before.first) * kPanel, before.row, stop, before.panel);
+    before.row = stop;
+  };
+  shape_tiles(height);
+  for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
+    const uint8_t* data = weights.data + panel * panel_bytes;
+    const uint8_t* fetch = data + panel_bytes;  // this thread's next task is probably the next panel
+    const uint8_t* const end = panel + 1 < weights.panels ? fetch + panel_bytes : fetch;
+    const auto meanwhile = [&](int) {
+      const uint8_t* stop = fetch + fetched < end ? fetch + fetched : end;
+      for (; fetch < stop; fetch += 64) __builtin_prefetch(fetch);
+      finish(share);
+    };
+    for (int block = 0; block < row_blocks; ++block) {
+      const int begin = task.first_row + block * height;
+      const int first = begin + height <= task.last_row ? begin : task.last_row - height;
+      const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
+      if (height > kTile)
+        Tiles::template block<true>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
       else
-        Tiles::template block<false>(input, task.input_stride, data, weights.steps, cold, raw[panel & 1], finish);
+        Tiles::template block<false>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
+      before = {panel, first, begin, first + height};
+      parity ^= 1;
     }
-    const int last = task.last_panel - 1;
-    for (int row = 0; row < count; ++row) finish_row(task, raw[last & 1] + row * kPanel, first + row, last);
   }
+  finish(height);
   _tile_release();
 }
 

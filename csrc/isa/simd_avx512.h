@@ -8,6 +8,9 @@ struct I { __m512i v; };
 
 INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE void store(float* p, F a) { _mm512_storeu_ps(p, a.v); }
+// Past the caches, to an aligned p; other threads see it after finish_streams.
+INLINE void stream(float* p, F a) { _mm512_stream_ps(p, a.v); }
+INLINE void finish_streams() { _mm_sfence(); }
 INLINE I load_i(const void* p) { return {_mm512_loadu_si512(p)}; }
 INLINE void store_i(void* p, I a) { _mm512_storeu_si512(p, a.v); }
 INLINE F splat(float x) { return {_mm512_set1_ps(x)}; }

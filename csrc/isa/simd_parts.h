@@ -29,6 +29,8 @@ INLINE F load(const float* p) {
   return r;
 }
 INLINE void store(float* p, F a) { EACH_PART __builtin_memcpy(p + i * kLanes, &a.v[i], sizeof(Fp)); }
+INLINE void stream(float* p, F a) { store(p, a); }  // nothing gained in parts of a cache line
+INLINE void finish_streams() {}
 INLINE I load_i(const void* p) {
   I r;
   EACH_PART __builtin_memcpy(&r.v[i], static_cast<const char*>(p) + i * sizeof(Ip), sizeof(Ip));

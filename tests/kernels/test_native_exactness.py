@@ -39,12 +39,23 @@ SHAPE = {
     "num_layers": 3,
     "max_positions": 2048,
 }
+WHOLE = SHAPE | {  # every product fits whole tiles, where there are tiles
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 64,
+}
 PROMPT = [(7 * i * i + 3 * i) % 333 for i in range(150)]
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_tiny_llama(tmp_path_factory.mktemp("exact"), **SHAPE)
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_llama(tmp_path_factory.mktemp("whole"), **WHOLE)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, level: str, whole: Path) -> Path:
+    odd = tmp_path_factory.mktemp("exact")
+    return whole if level == "amx" else make_tiny_llama(odd, **SHAPE)
 
 
 def load(
@@ -86,11 +97,28 @@ def test_a_row_among_99_has_the_bits_it_has_alone(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_threads_do_not_show(checkpoint: Path, formats: tuple[str, str]) -> None:
-    one, three = load(checkpoint, formats), load(checkpoint, formats, threads=3)
+def test_threads_do_not_show(whole: Path, formats: tuple[str, str]) -> None:
+    one, three = load(whole, formats), load(whole, formats, threads=3)
     expected = Stepper(one).run("me", PROMPT)
     for _ in range(10):  # who takes which piece is different every time
         assert torch.equal(Stepper(three).run("me", PROMPT, 40), expected)
+
+
+def test_logits_written_past_the_caches_have_the_same_bits(whole: Path) -> None:
+    decoder = load(whole, ("int8", "int8"), threads=2)
+    ids = [(5 * i * i + i) % 333 for i in range(1600)]  # more than 2 MB of logits in one step
+    assert torch.equal(Stepper(decoder).run("me", ids), Stepper(decoder).run("me", ids, 400))
+
+
+def test_int8_has_the_bits_of_vectors_in_tiles_too(whole: Path) -> None:
+    wide = [level for level in LEVELS if level not in ("avx2", "portable")]
+    if len(wide) < 2:
+        pytest.skip(f"this processor runs only {', '.join(LEVELS)}")
+    first, *others = (
+        Stepper(load(whole, ("int8", "int8"), level)).run("me", PROMPT, 40) for level in wide
+    )
+    for other in others:
+        assert torch.equal(other, first)
 
 
 def test_what_nobody_wrote_is_never_read(decoder: Decoder) -> None:
@@ -136,7 +164,7 @@ def test_every_format_is_near_the_reference(
 def test_a_nan_stays_in_its_own_row(decoder: Decoder) -> None:
     """Token 5 is made to embed as NaN: its sequence must show it, its neighbour must not."""
     stepper = Stepper(decoder)
-    table = torch.full((333, 112), torch.nan)
+    table = torch.full((333, decoder.config.hidden_size), torch.nan)
     good = Stepper(decoder).run("good", PROMPT[:20])
     embedding = decoder.weights.embedding
     decoder.weights.embedding = decoder.backend.prepare_embedding(table)
