@@ -1,7 +1,7 @@
 """The proxies of ``deploy/proxy`` as programs: :func:`configure` and :class:`Proxy`.
 
 The files are used as they are but for what belongs to a place: addresses, certificates, names,
-and the one timeout that a test cannot wait for.
+and, for who wants to see it end, the one timeout that a test cannot wait for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PROXIES = ("nginx", "haproxy", "caddy")
 FILES = {"nginx": "nginx.conf", "haproxy": "haproxy.cfg", "caddy": "Caddyfile"}
 SECONDS = 30.0
 SILENCE = 2
-"""Seconds of silence the proxies allow here, instead of 600."""
+"""Seconds of silence a hasty proxy allows, instead of 600."""
 
 NGINX = """
 {user}
@@ -78,7 +78,9 @@ def make_certificate(directory: Path) -> Path:
     return path
 
 
-def configure(name: str, directory: Path, port: int, upstream: str) -> tuple[Path, list[str]]:
+def configure(
+    name: str, directory: Path, port: int, upstream: str, silence: int = 600
+) -> tuple[Path, list[str]]:
     """Write the file for here; returns it, and the command that checks it."""
     text = (ROOT / "deploy/proxy" / FILES[name]).read_text()
     file = directory / FILES[name]
@@ -86,13 +88,13 @@ def configure(name: str, directory: Path, port: int, upstream: str) -> tuple[Pat
         text = replaced(
             text,
             ("127.0.0.1:8000", upstream),
-            ("600s", f"{SILENCE}s"),
+            ("600s", f"{silence}s"),
             ("llm.example.org {", f":{port} {{"),
         )
         file.write_text("{\n\tadmin off\n\tauto_https off\n}\n" + text)
         return file, ["validate", "--adapter", "caddyfile", "--config", str(file)]
     certificate = str(make_certificate(directory))
-    text = replaced(text, ("127.0.0.1:8000", upstream), ("600s", f"{SILENCE}s"))
+    text = replaced(text, ("127.0.0.1:8000", upstream), ("600s", f"{silence}s"))
     if name == "haproxy":
         path = "/etc/ssl/llm.example.org.pem"
         file.write_text(replaced(text, (path, certificate), ("bind :443", f"bind :{port}")))
@@ -126,13 +128,15 @@ class Proxy:
         One of :data:`PROXIES`.
     upstream
         Host and port of the server.
+    silence
+        Seconds the server may be silent.
     """
 
-    def __init__(self, name: str, directory: Path, upstream: str) -> None:
+    def __init__(self, name: str, directory: Path, upstream: str, silence: int = 600) -> None:
         self.port = free_port()
         binary = program(name)
         assert binary is not None
-        file, _ = configure(name, directory, self.port, upstream)
+        file, _ = configure(name, directory, self.port, upstream, silence)
         self.secure = name != "caddy"
         self.url = f"http{'s' * self.secure}://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile("w+b")  # noqa: SIM115 - closed by __exit__

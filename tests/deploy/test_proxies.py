@@ -67,17 +67,33 @@ def server(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ser
         yield running
 
 
+def proxies(
+    name: str, server: ServerProcess, directory: Path, silence: int = 600
+) -> Iterator[Proxy]:
+    if program(name) is None:
+        pytest.skip(f"{name} is not installed here")
+    with Proxy(name, directory, server.url.removeprefix("http://"), silence) as running:
+        yield running
+
+
 @pytest.fixture(scope="module", params=PROXIES)
 def proxy(
     request: pytest.FixtureRequest,
     server: ServerProcess,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Proxy]:
-    if program(request.param) is None:
-        pytest.skip(f"{request.param} is not installed here")
-    directory = tmp_path_factory.mktemp(request.param)
-    with Proxy(request.param, directory, server.url.removeprefix("http://")) as running:
-        yield running
+    yield from proxies(request.param, server, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(params=PROXIES)
+def hasty(
+    request: pytest.FixtureRequest, server: ServerProcess, tmp_path: Path
+) -> Iterator[httpx.Client]:
+    """A client of a proxy that has little patience with silence."""
+    for proxy in proxies(request.param, server, tmp_path, SILENCE):
+        with proxy.client(KEY) as speaking:
+            yield speaking
+    server.idle()
 
 
 @pytest.fixture
@@ -161,11 +177,12 @@ def test_a_client_that_leaves_frees_its_request(
         else:
             until(lambda: running(server) == 1, "it does not run")
         guest.close()
+        # Long before their ends, of which each is 38 s away.
         if state == "queued":
-            until(lambda: server.metric(waiting) == 0, "it still waits")
+            until(lambda: server.metric(waiting) == 0, "it still waits", 10.0)
             assert running(server) == SLOTS
         else:
-            until(lambda: running(server) == 0, "it still runs")
+            until(lambda: running(server) == 0, "it still runs", 10.0)
         assert server.metric("turnstile_requests_total", outcome="abort") == aborted + 1
 
 
@@ -186,10 +203,10 @@ def raw(proxy: Proxy, content: dict[str, Any]) -> socket.socket:
 
 
 def test_a_stream_outlives_silence_longer_than_the_proxys_timeout(
-    client: httpx.Client, server: ServerProcess
+    hasty: httpx.Client, server: ServerProcess
 ) -> None:
     engine = server.http.get("/server_info").json()["engine"]["pid"]
-    with client.stream("POST", "/v1/completions", json=body(max_tokens=60)) as answer:
+    with hasty.stream("POST", "/v1/completions", json=body(max_tokens=60)) as answer:
         lines = answer.iter_lines()
         first = next(lines)
         os.kill(engine, signal.SIGSTOP)
@@ -203,9 +220,9 @@ def test_a_stream_outlives_silence_longer_than_the_proxys_timeout(
 
 
 def test_an_unstreamed_answer_that_takes_too_long_is_given_up_on_both_sides(
-    client: httpx.Client, server: ServerProcess
+    hasty: httpx.Client, server: ServerProcess
 ) -> None:
-    answer = client.post("/v1/completions", json=body(stream=False, max_tokens=1900))
+    answer = hasty.post("/v1/completions", json=body(stream=False, max_tokens=1900))
     assert answer.status_code == 504
     assert answer.json()["error"]["code"] == "proxy_timeout"
     assert answer.headers["x-should-retry"] == "false"
