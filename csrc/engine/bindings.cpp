@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <mutex>
 #include <optional>
 
 #include "engine/cpu.h"
@@ -68,6 +69,7 @@ class Engine {
   const Kernels& kernels() const { return kernels_; }
 
   std::shared_ptr<Rope> rope(const FloatVector& inv_freq, float scale) {
+    const std::lock_guard<std::mutex> lock(ropes_mutex_);  // layers are made in several threads
     std::vector<float> values(inv_freq.data(), inv_freq.data() + inv_freq.shape(0));
     for (const auto& known : ropes_)
       if (known->same(values, scale)) return known;
@@ -90,6 +92,7 @@ class Engine {
   Team team_;
   const Format format_;
   Step step_;
+  std::mutex ropes_mutex_;
   std::vector<std::shared_ptr<Rope>> ropes_;
 };
 

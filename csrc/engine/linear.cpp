@@ -1,6 +1,7 @@
 #include "engine/linear.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <stdexcept>
@@ -18,6 +19,16 @@ uint16_t bfloat16_of(float x) {
   return static_cast<uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
 }
 
+// To the nearest integer, ties to even: what is added leaves the sum no bits for fractions. For |x| < 2^22.
+int32_t rounded(float x) { return std::bit_cast<int32_t>(x + 12582912.0f) - std::bit_cast<int32_t>(12582912.0f); }
+
+// The largest magnitude. Floats without their sign are in the order of their bits.
+float largest_of(const float* x, int count) {
+  int32_t largest = 0;
+  for (int i = 0; i < count; ++i) largest = std::max(largest, std::bit_cast<int32_t>(x[i]) & 0x7FFFFFFF);
+  return std::bit_cast<float>(largest);
+}
+
 int per_step(Format format) {
   return format == Format::int8 ? 4 : format == Format::bfloat16 ? 2 : 1;
 }
@@ -28,16 +39,32 @@ int rotation_of(int inputs) { return std::min(inputs & -inputs, kMaxRotation); }
 // The inverse of what the kernels do to activations (see isa/rows.h): the transform over the block size.
 void rotate(std::vector<float>& x, int block) {
   const auto count = static_cast<int>(x.size());
-  for (int stride = 1; stride < block; stride *= 2) {
+  int stride = 1;
+  if (block >= 4) {
+    // Two stages at once, for the strides that are no vector wide.
+    for (int i = 0; i < count; i += 4) {
+      const float sum = x[i] + x[i + 1], difference = x[i] - x[i + 1];
+      const float next_sum = x[i + 2] + x[i + 3], next_difference = x[i + 2] - x[i + 3];
+      x[i] = sum + next_sum;
+      x[i + 1] = difference + next_difference;
+      x[i + 2] = sum - next_sum;
+      x[i + 3] = difference - next_difference;
+    }
+    stride = 4;
+  }
+  for (; stride < block; stride *= 2) {
     for (int start = 0; start < count; start += 2 * stride) {
-      for (int i = start; i < start + stride; ++i) {
-        const float a = x[i], b = x[i + stride];
-        x[i] = a + b;
-        x[i + stride] = a - b;
+      float* low = x.data() + start;
+      float* high = low + stride;
+      for (int i = 0; i < stride; ++i) {
+        const float a = low[i], b = high[i];
+        low[i] = a + b;
+        high[i] = a - b;
       }
     }
   }
-  for (float& value : x) value /= static_cast<float>(block);
+  const float share = 1.0f / static_cast<float>(block);  // a power of two: exact
+  for (float& value : x) value *= share;
 }
 
 }  // namespace
@@ -79,36 +106,41 @@ Linear::Linear(Format format, const std::vector<Matrix>& parts, bool interleave)
 
 // int8: q = round(w / scale), scale = max|w| / 127 of the output. The products take activations as
 // q + 128 (the hardware multiplies unsigned by signed), so 128 * sum(q) is subtracted afterwards.
+// Start-up waits for this: each loop is one that a compiler turns into vectors.
 void Linear::pack_row(const Matrix& part, int row, int output, std::vector<float>& inputs) {
   const float* from = part.data + static_cast<size_t>(row) * part.inputs;
   std::fill(std::copy(from, from + part.inputs, inputs.begin()), inputs.end(), 0.0f);
   if (weights_.rotation) rotate(inputs, weights_.rotation);
   const float* w = inputs.data();
   uint8_t* panel = data_.data() + static_cast<size_t>(output / kPanel) * weights_.steps * kStepBytes + output % kPanel * 4;
+  const auto put = [&](int step, uint32_t four_bytes) {
+    std::memcpy(panel + static_cast<size_t>(step) * kStepBytes, &four_bytes, 4);
+  };
   if (part.bias) bias_[output] = part.bias[row];
-  float largest = 0;
-  for (int i = 0; i < weights_.inputs; ++i) largest = std::max(largest, std::fabs(w[i]));
-  const float scale = largest / 127.0f;
-  const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
-  int32_t sum = 0;
-  for (int i = 0; i < weights_.inputs; ++i) {
-    switch (weights_.format) {
-      case Format::int8: {
-        const auto q = static_cast<int8_t>(std::lrintf(w[i] * inverse));
-        sum += q;
-        panel[static_cast<size_t>(i / 4) * kStepBytes + i % 4] = static_cast<uint8_t>(q);
-        break;
+  switch (weights_.format) {
+    case Format::int8: {
+      const float largest = largest_of(w, weights_.inputs);
+      const float inverse = largest > 0 ? 127.0f / largest : 0.0f;
+      int32_t sum = 0;
+      for (int i = 0; i < weights_.inputs; ++i) sum += rounded(w[i] * inverse);
+      for (int step = 0; step < weights_.steps; ++step) {
+        uint32_t four = 0;
+        for (int i = 0; i < 4; ++i)
+          four |= static_cast<uint32_t>(rounded(w[4 * step + i] * inverse) & 255) << (8 * i);
+        put(step, four);
       }
-      case Format::bfloat16: {
-        const uint16_t x = bfloat16_of(w[i]);
-        std::memcpy(panel + static_cast<size_t>(i / 2) * kStepBytes + i % 2 * 2, &x, 2);
-        break;
-      }
-      case Format::float32: std::memcpy(panel + static_cast<size_t>(i) * kStepBytes, &w[i], 4); break;
+      scale_[output] = largest / 127.0f;
+      sum128_[output] = 128 * sum;
+      break;
     }
+    case Format::bfloat16:
+      for (int step = 0; step < weights_.steps; ++step)
+        put(step, bfloat16_of(w[2 * step]) | static_cast<uint32_t>(bfloat16_of(w[2 * step + 1])) << 16);
+      break;
+    case Format::float32:
+      for (int step = 0; step < weights_.steps; ++step) put(step, std::bit_cast<uint32_t>(w[step]));
+      break;
   }
-  scale_[output] = scale;
-  sum128_[output] = 128 * sum;
 }
 
 void multiply(Member& member, const Kernels& kernels, const Linear& linear, const uint8_t* input,

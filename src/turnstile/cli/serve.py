@@ -123,7 +123,9 @@ def _run(
 
 
 def make_engine(config: EngineConfig) -> EngineClient:
-    """The supervised engine process of this configuration, not yet started."""
+    """The supervised engine of this configuration, its process already on the way."""
     from turnstile.engine.supervisor import ProcessEngine
 
-    return ProcessEngine(config)
+    engine = ProcessEngine(config)
+    engine.spawn_ahead()
+    return engine

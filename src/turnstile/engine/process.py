@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
@@ -24,6 +24,27 @@ from turnstile.engine.protocol import Command, Commands, Control, encode_command
 from turnstile.engine.wire import Unframer, frame
 
 _WORKER = "turnstile.engine.worker"
+
+
+@dataclass(frozen=True, slots=True)
+class Spawned:
+    """A worker process that has its setup and begins to load, and our end of the socket to it."""
+
+    process: subprocess.Popen[bytes]
+    end: socket.socket
+
+
+def spawn(config: EngineConfig, epoch: int) -> Spawned:
+    """Start a worker. To be called in the main thread: the process is tied to the life of the
+    thread that starts it. Needs no event loop.
+    """
+    ours, theirs = socket.socketpair()
+    try:
+        with theirs:
+            return Spawned(_start(config, epoch, theirs), ours)
+    except BaseException:
+        ours.close()
+        raise
 
 
 class EngineProcess(asyncio.Protocol):
@@ -53,18 +74,11 @@ class EngineProcess(asyncio.Protocol):
         self._outbox: list[Command] = []
         self.gone = asyncio.Event()
 
-    async def launch(self, config: EngineConfig) -> None:
-        """Start the process. To be called in the main thread: the process is tied to the life of
-        the thread that starts it.
-        """
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._process = _start(config, self.epoch, theirs)
-        except BaseException:
-            ours.close()
-            raise
-        await self._loop.create_unix_connection(lambda: self, sock=ours)
+    async def launch(self, config: EngineConfig, spawned: Spawned | None = None) -> None:
+        """Start the process, in the main thread, or take one that was started ahead."""
+        spawned = spawned or spawn(config, self.epoch)
+        self._process = spawned.process
+        await self._loop.create_unix_connection(lambda: self, sock=spawned.end)
 
     # -- asyncio.Protocol -------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from turnstile.engine.client import EngineState, EngineUnavailableError, Generat
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.journal import Entry, JournalError
 from turnstile.engine.journaled import JournaledClient, JournaledStream
-from turnstile.engine.process import EngineProcess
+from turnstile.engine.process import EngineProcess, Spawned, spawn
 from turnstile.engine.protocol import (
     Command,
     EngineInfo,
@@ -58,6 +58,7 @@ class ProcessEngine(JournaledClient):
         self._told_epoch = 0
         """The engine whose snapshot is the latest."""
         self._engine: EngineProcess | None = None
+        self._ahead: Spawned | None = None
         self._inside: dict[str, None] = {}
         """Requests the engine that runs now knows of."""
         self._members: list[tuple[str, int]] = []
@@ -75,6 +76,12 @@ class ProcessEngine(JournaledClient):
         self._why = ""
         self._started: asyncio.Future[EngineInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
+
+    def spawn_ahead(self) -> None:
+        """Start the process before there is an event loop, for :meth:`start` to find: it loads
+        while its parent imports what else it needs. It ends with its parent.
+        """
+        self._ahead = spawn(self.config, self.epoch + 1)
 
     # -- EngineClient -----------------------------------------------------------------------------
 
@@ -221,7 +228,8 @@ class ProcessEngine(JournaledClient):
         self._silence = 0.0
         self._engine = engine = EngineProcess(self.epoch, self._on_message, self._on_lost)
         try:
-            await engine.launch(self.config)
+            ahead, self._ahead = self._ahead, None
+            await engine.launch(self.config, ahead)
         except Exception as error:
             # Whatever it was, somebody waits for this engine and must hear that there is none.
             logger.debug("Starting the engine process failed", exc_info=True)

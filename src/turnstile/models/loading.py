@@ -1,20 +1,22 @@
-"""Weights from files into a backend: one layer at a time, each tensor copied exactly once.
+"""Weights from files into a backend: a layer a thread, each tensor copied exactly once.
 
 The files are mapped. A tensor is read, dequantised or converted straight into memory of the dtype
 the backend asks for, handed over, and the pages of the file behind it are given back; so the peak
-is the loaded weights plus one tensor, not twice the model.
+is the loaded weights plus the layers in work, not twice the model.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from turnstile.kernels.base import AttentionShape, Backend, HeadWeights, LayerWeights, ModelWeights
+from turnstile.kernels.base import AttentionShape, Backend, HeadWeights, LayerWeights, ModelWeights, Opaque
 from turnstile.models.config import ModelConfig
 from turnstile.models.dequantize import FORMATS, dequantize
 from turnstile.models.errors import CorruptFileError
@@ -24,9 +26,12 @@ from turnstile.models.source import ModelSource
 from turnstile.models.tensor_file import TensorFiles
 
 Progress = Callable[[int, int], None]
-"""Called with the bytes read so far and in all."""
+"""Called with the bytes read so far and in all, by one thread at a time."""
 
-_CHUNK_ELEMENTS = 1 << 21
+_WORKERS = 2
+"""Layers in work at once: more would hold more of them twice."""
+_CHUNK_ELEMENTS = 1 << 15
+"""Values converted at a time: they and what they are made of stay in a core's cache."""
 _FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_ELEMENTS = {form.name: form.elements for form in BLOCK_FORMATS.values()}
 
@@ -70,18 +75,24 @@ def load_weights(
     """
     config = source.config
     reader = _Reader(source, source.open_tensors(), backend.load_dtype, progress)
-    table = reader.tensor("embedding", None, (config.vocab_size, config.hidden_size))
-    embedding = backend.prepare_embedding(table)
     inv_freq, rope_scale = frequencies(config.rope)
     shared = torch.from_numpy(inv_freq)
-    layers = [
-        backend.prepare_layer(_read_layer(reader, config, layer), shared, rope_scale)
-        for layer in range(config.num_layers)
-    ]
-    norm = reader.tensor("norm", None, (config.hidden_size,))
-    if not config.tied_embeddings:
-        table = reader.tensor("projection", None, (config.vocab_size, config.hidden_size))
-    head = backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
+
+    def load_layer(layer: int) -> Opaque:
+        return backend.prepare_layer(_read_layer(reader, config, layer), shared, rope_scale)
+
+    workers = ThreadPoolExecutor(_WORKERS, "load")
+    try:
+        loading = [workers.submit(load_layer, layer) for layer in range(config.num_layers)]
+        table = reader.tensor("embedding", None, (config.vocab_size, config.hidden_size))
+        embedding = backend.prepare_embedding(table)
+        norm = reader.tensor("norm", None, (config.hidden_size,))
+        if not config.tied_embeddings:
+            table = reader.tensor("projection", None, (config.vocab_size, config.hidden_size))
+        head = backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
+        layers = [layer.result() for layer in loading]
+    finally:
+        workers.shutdown(cancel_futures=True)
     reader.refuse_leftovers()
     return ModelWeights(embedding, layers, head)
 
@@ -136,10 +147,12 @@ class _Progress:
     report: Progress
     total: int
     done: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, num_bytes: int) -> None:
-        self.done += num_bytes
-        self.report(self.done, self.total)
+        with self._lock:
+            self.done += num_bytes
+            self.report(self.done, self.total)
 
 
 class _Reader:
@@ -195,7 +208,7 @@ class _Reader:
 
 
 def _convert(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str, out: Tensor) -> None:
-    """Fill flat ``out`` from stored bytes, a few megabytes at a time."""
+    """Fill flat ``out`` from stored bytes, a piece at a time."""
     block_bytes, elements = FORMATS[dtype][0], _BLOCK_ELEMENTS[dtype]
     step = _CHUNK_ELEMENTS // elements
     for block in range(0, len(raw) // block_bytes, step):

@@ -31,13 +31,15 @@ class ModelSource:
     """A model found on disk, its weights not yet read.
 
     ``name`` is what clients call it unless told otherwise; ``path`` is a GGUF file or a Hugging
-    Face directory, and the tokenizer is found there too.
+    Face directory, and the tokenizer is found there too. ``tensors`` are mapped where finding the
+    model has shown where they lie.
     """
 
     name: str
     path: Path
     config: ModelConfig
     generation: GenerationDefaults
+    tensors: TensorFiles | None = None
 
     @property
     def is_gguf(self) -> bool:
@@ -51,10 +53,7 @@ class ModelSource:
 
     def open_tensors(self) -> TensorFiles:
         """Map the weights. Raises :class:`ModelError` if they are damaged or not readable here."""
-        if not self.is_gguf:
-            return open_safetensors(self.path)
-        gguf = read_gguf(self.path)
-        return TensorFiles({gguf.path: (gguf.file, gguf.tensors)})
+        return self.tensors or open_safetensors(self.path)
 
 
 def resolve(
@@ -92,7 +91,8 @@ def resolve(
 
 def _from_gguf(path: Path, name: str) -> ModelSource:
     gguf = read_gguf(path)
-    return ModelSource(name, path, config_from_gguf(gguf), generation_from_gguf(gguf))
+    tensors = TensorFiles({gguf.path: (gguf.file, gguf.tensors)})
+    return ModelSource(name, path, config_from_gguf(gguf), generation_from_gguf(gguf), tensors)
 
 
 def _from_directory(directory: Path, name: str) -> ModelSource:
