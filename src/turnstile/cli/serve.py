@@ -59,11 +59,12 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     """Run the server with these settings; returns the exit code.
 
     What is quick to find out is found out first: impossible settings, a taken port, a missing
-    model. Only then does the engine start.
+    model. Only then does the engine load; its process is started before, for its imports.
     """
     began = time.monotonic()
     config.check()
     engine_config.check()
+    engine = make_engine(engine_config)
     from turnstile.engine.logs import configure
     from turnstile.server.auth import KeyRing
     from turnstile.server.binding import bind, url_of
@@ -72,7 +73,7 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     configure(config.log_level, config.log_format)
     listener = bind(config)
     try:
-        return _run(engine_config, config, listener, url_of(listener), began)
+        return _run(engine, engine_config, config, listener, url_of(listener), began)
     finally:
         listener.close()
         if config.uds is not None and os.path.exists(config.uds):
@@ -80,6 +81,7 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
 
 
 def _run(
+    engine: EngineClient,
     engine_config: EngineConfig,
     config: ServerConfig,
     listener: socket.socket,
@@ -95,7 +97,6 @@ def _run(
     )
     if not source.is_gguf:
         source.open_tensors()  # a damaged checkpoint is known here; the engine needs seconds for it
-    engine = make_engine(engine_config)
     from turnstile.cli.panel import LoadingBar, announce
     from turnstile.server.run import run
     from turnstile.server.service import Service

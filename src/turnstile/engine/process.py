@@ -20,7 +20,7 @@ import msgspec
 import turnstile
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.logs import current_format
-from turnstile.engine.protocol import Command, Commands, Control, encode_commands
+from turnstile.engine.protocol import PRELOAD, Command, Commands, Control, encode_commands
 from turnstile.engine.wire import Unframer, frame
 
 _WORKER = "turnstile.engine.worker"
@@ -28,20 +28,50 @@ _WORKER = "turnstile.engine.worker"
 
 @dataclass(frozen=True, slots=True)
 class Spawned:
-    """A worker process that has its setup and begins to load, and our end of the socket to it."""
+    """A worker process that waits for its setup, and the socket to it."""
 
     process: subprocess.Popen[bytes]
-    end: socket.socket
+    ours: socket.socket
+    theirs: int
+    """The other end, as the worker's file descriptor."""
+
+    def set_up(self, config: EngineConfig, epoch: int) -> None:
+        """Tell the worker what to load; it begins at once."""
+        setup = {
+            "config": asdict(config),
+            "epoch": epoch,
+            "parent": os.getpid(),
+            "socket": self.theirs,
+            "log_format": current_format(),
+            "log_level": logging.getLogger("turnstile").getEffectiveLevel(),
+        }
+        assert self.process.stdin is not None
+        try:
+            with self.process.stdin as stdin:
+                stdin.write(msgspec.json.encode(setup))
+        except BrokenPipeError:
+            logging.getLogger(__name__).debug("The engine ended before it read its setup")
 
 
-def spawn(config: EngineConfig, epoch: int) -> Spawned:
-    """Start a worker. To be called in the main thread: the process is tied to the life of the
-    thread that starts it. Needs no event loop.
+def spawn(config: EngineConfig) -> Spawned:
+    """Start a worker, which imports what it computes with and then waits for its setup.
+
+    To be called in the main thread: the process is tied to the life of the thread that starts it.
+    Needs no event loop.
     """
+    preload = [] if config.model.startswith("fake:") else [PRELOAD]
     ours, theirs = socket.socketpair()
     try:
         with theirs:
-            return Spawned(_start(config, epoch, theirs), ours)
+            process = subprocess.Popen(
+                # -P: a torch.py in the current directory is none of ours.
+                [sys.executable, "-P", "-m", _WORKER, *preload],
+                stdin=subprocess.PIPE,
+                stdout=2,
+                pass_fds=[theirs.fileno()],
+                env=_environment(),
+            )
+            return Spawned(process, ours, theirs.fileno())
     except BaseException:
         ours.close()
         raise
@@ -76,9 +106,10 @@ class EngineProcess(asyncio.Protocol):
 
     async def launch(self, config: EngineConfig, spawned: Spawned | None = None) -> None:
         """Start the process, in the main thread, or take one that was started ahead."""
-        spawned = spawned or spawn(config, self.epoch)
+        spawned = spawned or spawn(config)
         self._process = spawned.process
-        await self._loop.create_unix_connection(lambda: self, sock=spawned.end)
+        spawned.set_up(config, self.epoch)
+        await self._loop.create_unix_connection(lambda: self, sock=spawned.ours)
 
     # -- asyncio.Protocol -------------------------------------------------------------------------
 
@@ -153,32 +184,6 @@ class EngineProcess(asyncio.Protocol):
         name = signal.Signals(-code).name
         hint = " (out of memory?)" if -code == signal.SIGKILL else ""
         return f"was killed by {name}{hint}"
-
-
-def _start(config: EngineConfig, epoch: int, end: socket.socket) -> subprocess.Popen[bytes]:
-    setup = {
-        "config": asdict(config),
-        "epoch": epoch,
-        "parent": os.getpid(),
-        "socket": end.fileno(),
-        "log_format": current_format(),
-        "log_level": logging.getLogger("turnstile").getEffectiveLevel(),
-    }
-    process = subprocess.Popen(
-        # -P: a torch.py in the current directory is none of ours.
-        [sys.executable, "-P", "-m", _WORKER],
-        stdin=subprocess.PIPE,
-        stdout=2,
-        pass_fds=[end.fileno()],
-        env=_environment(),
-    )
-    assert process.stdin is not None
-    try:
-        with process.stdin as stdin:
-            stdin.write(msgspec.json.encode(setup))
-    except BrokenPipeError:
-        logging.getLogger(__name__).debug("The engine ended before it read its setup")
-    return process
 
 
 def _environment() -> dict[str, str]:

@@ -21,6 +21,9 @@ import msgspec
 
 from turnstile.engine.params import SamplingParams
 
+PRELOAD = "--preload"
+"""Tells a new engine process to import torch, which takes a second, before it reads its setup."""
+
 # -- API process to engine --------------------------------------------------------------------
 
 

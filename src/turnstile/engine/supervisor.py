@@ -78,10 +78,10 @@ class ProcessEngine(JournaledClient):
         self._tasks: list[asyncio.Task[None]] = []
 
     def spawn_ahead(self) -> None:
-        """Start the process before there is an event loop, for :meth:`start` to find: it loads
-        while its parent imports what else it needs. It ends with its parent.
+        """Start the process before there is an event loop, for :meth:`start` to find: both import
+        what they need at the same time. It ends with this process, or unused with this object.
         """
-        self._ahead = spawn(self.config, self.epoch + 1)
+        self._ahead = spawn(self.config)
 
     # -- EngineClient -----------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
 import logging
 import os
 import signal
@@ -23,6 +24,7 @@ from turnstile.engine.config import EngineConfig
 from turnstile.engine.logs import ENGINE, Format, configure
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.protocol import (
+    PRELOAD,
     Control,
     EngineMessage,
     Failed,
@@ -55,14 +57,19 @@ class Setup(msgspec.Struct, kw_only=True):
 
 def main() -> int:
     """Load the model, then step until told to stop; returns the exit code."""
-    setup = msgspec.json.decode(sys.stdin.buffer.read(), type=Setup)
-    _tie_to(setup.parent)
-    _offer_to_oom_killer()
     # Stopping is the supervisor's to decide: a Ctrl-C in the terminal, or a SIGTERM to the whole
     # group, reaches this process too, and streams must be able to drain.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    if PRELOAD in sys.argv:
+        importlib.import_module("torch")
+    told = sys.stdin.buffer.read()
+    if not told:
+        return 0  # the server did not come up: a taken port, a missing model
+    setup = msgspec.json.decode(told, type=Setup)
+    _tie_to(setup.parent)
+    _offer_to_oom_killer()
     configure(logging.getLevelName(setup.log_level), setup.log_format, process=ENGINE)
     end = socket.socket(fileno=setup.socket)
     end.set_inheritable(False)

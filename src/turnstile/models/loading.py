@@ -16,7 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from turnstile.kernels.base import AttentionShape, Backend, HeadWeights, LayerWeights, ModelWeights, Opaque
+from turnstile.kernels.base import (
+    AttentionShape,
+    Backend,
+    HeadWeights,
+    LayerWeights,
+    ModelWeights,
+    Opaque,
+)
 from turnstile.models.config import ModelConfig
 from turnstile.models.dequantize import FORMATS, dequantize
 from turnstile.models.errors import CorruptFileError
@@ -81,16 +88,20 @@ def load_weights(
     def load_layer(layer: int) -> Opaque:
         return backend.prepare_layer(_read_layer(reader, config, layer), shared, rope_scale)
 
-    workers = ThreadPoolExecutor(_WORKERS, "load")
-    try:
-        loading = [workers.submit(load_layer, layer) for layer in range(config.num_layers)]
+    def load_ends() -> tuple[Opaque, Opaque]:
         table = reader.tensor("embedding", None, (config.vocab_size, config.hidden_size))
         embedding = backend.prepare_embedding(table)
         norm = reader.tensor("norm", None, (config.hidden_size,))
         if not config.tied_embeddings:
             table = reader.tensor("projection", None, (config.vocab_size, config.hidden_size))
-        head = backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
+        return embedding, backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
+
+    workers = ThreadPoolExecutor(_WORKERS, "load")
+    try:
+        ends = workers.submit(load_ends)
+        loading = [workers.submit(load_layer, layer) for layer in range(config.num_layers)]
         layers = [layer.result() for layer in loading]
+        embedding, head = ends.result()
     finally:
         workers.shutdown(cancel_futures=True)
     reader.refuse_leftovers()
