@@ -65,6 +65,16 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     config.check()
     engine_config.check()
     engine = make_engine(engine_config)
+    engine.prepare()
+    try:
+        return _listen(engine, engine_config, config, began)
+    finally:
+        engine.abandon()
+
+
+def _listen(
+    engine: EngineClient, engine_config: EngineConfig, config: ServerConfig, began: float
+) -> int:
     from turnstile.engine.logs import configure
     from turnstile.server.auth import KeyRing
     from turnstile.server.binding import bind, url_of
@@ -124,9 +134,7 @@ def _run(
 
 
 def make_engine(config: EngineConfig) -> EngineClient:
-    """The supervised engine of this configuration, its process already on the way."""
+    """The supervised engine process of this configuration, not yet started."""
     from turnstile.engine.supervisor import ProcessEngine
 
-    engine = ProcessEngine(config)
-    engine.spawn_ahead()
-    return engine
+    return ProcessEngine(config)

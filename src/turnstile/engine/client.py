@@ -105,6 +105,12 @@ class EngineClient(ABC):
     loading: Loading | None = None
     """How far loading has come; None before it begins and after it has ended."""
 
+    def prepare(self) -> None:  # noqa: B027 - most engines have nothing to prepare
+        """Begin with what needs no event loop; :meth:`start` goes on from there."""
+
+    def abandon(self) -> None:  # noqa: B027 - and nothing to end
+        """End what was prepared, if :meth:`start` never came."""
+
     @abstractmethod
     async def start(self) -> EngineInfo:
         """Start, and return when the engine is ready. Raises :class:`EngineUnavailableError`

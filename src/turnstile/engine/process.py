@@ -35,6 +35,14 @@ class Spawned:
     theirs: int
     """The other end, as the worker's file descriptor."""
 
+    def end(self) -> None:
+        """End a worker that was never set up."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.ours.close()
+        self.process.kill()
+        self.process.wait()
+
     def set_up(self, config: EngineConfig, epoch: int) -> None:
         """Tell the worker what to load; it begins at once."""
         setup = {

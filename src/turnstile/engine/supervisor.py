@@ -77,13 +77,16 @@ class ProcessEngine(JournaledClient):
         self._started: asyncio.Future[EngineInfo] | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
-    def spawn_ahead(self) -> None:
-        """Start the process before there is an event loop, for :meth:`start` to find: both import
-        what they need at the same time. It ends with this process, or unused with this object.
-        """
+    # -- EngineClient -----------------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Start the process: it imports torch while this one imports what a server needs."""
         self._ahead = spawn(self.config)
 
-    # -- EngineClient -----------------------------------------------------------------------------
+    def abandon(self) -> None:
+        if self._ahead is not None:
+            self._ahead.end()
+            self._ahead = None
 
     async def start(self) -> EngineInfo:
         self._started = asyncio.get_running_loop().create_future()
