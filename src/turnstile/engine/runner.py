@@ -93,6 +93,12 @@ class Runner:
         return [Draw(job, first + i, sequence.index, position + i) for i in range(chunk.samples)]
 
     def _result(self, chunk: Chunk, scored: Tensor | None, drawn: Iterator[Drawn]) -> ChunkResult:
+        if chunk.samples == 1 and not chunk.drafts and scored is None:
+            # Whoever decodes, which is nearly everybody in a crowd: no lists, no loops.
+            token, logprob, error = next(drawn)
+            if error is not None:
+                return ChunkResult(Outcome(error=error))
+            return ChunkResult(Outcome((token,)), None if logprob is None else [logprob])
         draws = list(islice(drawn, chunk.samples))
         prompt_logprobs = None if scored is None else self._score(chunk, scored)
         for draw in draws:
