@@ -87,7 +87,7 @@ def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> 
             assert gate.load == 0
 
     # Three of a handful of optional fields at a time: more would be refused for the first one.
-    @settings(max_examples=examples(250), suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(100), suppress_health_check=list(HealthCheck))
     @given(body, st.data())
     def test(made: dict[str, Any], data: Any) -> None:
         names = sorted(made)

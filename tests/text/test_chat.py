@@ -139,7 +139,7 @@ pieces = st.lists(
 
 
 @given(pieces)
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(100))
 def test_text_without_marks_encodes_as_it_does_in_one_go(
     tokenizer: Tokenizer, parts: list[str]
 ) -> None:
@@ -310,7 +310,7 @@ def test_formatting_within_reason_is_left_alone() -> None:
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "text"]), inner, max_size=4)))  # fmt: skip # noqa: E501
-@settings(max_examples=examples(300))
+@settings(max_examples=examples(120))
 def test_any_json_for_messages_is_answered_or_refused(tokenizer: Tokenizer, messages: Any) -> None:
     try:
         prompt = ChatEncoder(tokenizer).encode(ChatInput(messages=messages))

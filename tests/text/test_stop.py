@@ -30,7 +30,7 @@ def longest_beginning(text: str, stops: list[str]) -> int:
 
 
 @given(letters, stops, st.lists(st.integers(0, 40)))
-@settings(max_examples=examples(600))
+@settings(max_examples=examples(300))
 def test_any_cut_of_the_text_finds_what_the_whole_text_has(
     text: str, stops: list[str], cuts: list[int]
 ) -> None:
