@@ -169,7 +169,7 @@ def table(half: Half) -> str:
 
 def svg(halves: Sequence[Half]) -> str:
     """Bars in two groups, each on its own scale."""
-    width, left, height, gap = 900, 300, 26, 10
+    width, left, height, gap = 940, 330, 26, 10
     parts, y = [], 62
     for half in halves:
         y += 22
