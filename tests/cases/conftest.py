@@ -25,8 +25,13 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def single(srv: Srv, long: Path) -> ServerProcess:
-    """One slot, a queue of four, and a comment in silent streams every half second."""
-    return srv(long, pages=LONG_POOL, seqs=1, queue=4, prefix=False, sse_keep_alive_interval=0.5)
+    """One slot, a queue of four, and a comment in silent streams every half second. The queue is
+    bounded in requests only: the endless ones in it would wait for minutes.
+    """
+    return srv(
+        long, pages=LONG_POOL, seqs=1, queue=4, prefix=False,
+        sse_keep_alive_interval=0.5, max_queue_wait=0,
+    )  # fmt: skip
 
 
 @pytest.fixture

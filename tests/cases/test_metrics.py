@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cases.servers import teach_short_outputs
+from cases.servers import until as eventually
 from e2e.harness import ServerProcess
 from e2e.pool import Srv
 from server.conftest import serve, tokenizer  # noqa: F401 - fixtures
@@ -140,11 +141,13 @@ def test_b91_who_waits_for_pages_says_so_and_who_is_behind_says_that(
 def test_a_cancelled_request_leaves_nothing_behind(crowded: ServerProcess, n: int) -> None:
     before = scrape(crowded)
     body: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 140 // n, "ignore_eos": True, "n": n}
-    streams = [crowded.stream("/v1/completions", **body) for _ in range(4)]
+    # Two or three run at a time: those at the end are alive when the list is asked for.
+    streams = [crowded.stream("/v1/completions", **body) for _ in range(12)]
     first = next(streams[0])
     rest = [threading.Thread(target=lambda s=s: list(s)) for s in streams[1:]]
     for thread in rest:
         thread.start()
+    eventually(lambda: crowded.metric("turnstile_requests_waiting") > 0)
     for told in crowded.http.get("/v1/requests?state=alive").json()["data"]:
         answer = crowded.http.delete(f"/v1/requests/{told['answer_id']}")
         assert answer.status_code == 200

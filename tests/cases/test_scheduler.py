@@ -217,7 +217,9 @@ def test_b11_priority_orders_those_who_wait_and_stops_nobody(
 ) -> None:
     server = single
     if policy == "priority":
-        server = srv(long, pages=LONG_POOL, seqs=1, queue=4, scheduling_policy=policy)
+        server = srv(
+            long, pages=LONG_POOL, seqs=1, queue=4, scheduling_policy=policy, max_queue_wait=0
+        )
     with (
         occupied(server, 1, priority=10) as (running,),
         queued(server, 3, priority=10) as others,

@@ -24,7 +24,7 @@ from turnstile.models.default_model import NAME
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENS = 56
+TOKENS = 88
 """Outputs of each stream of the crowd."""
 OUT, TO_COME = 5, 20
 """Tokens a stream has out, and has still to come, when the engine is killed."""
