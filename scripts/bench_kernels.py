@@ -28,13 +28,16 @@ PAGE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """A step: ``decode`` sequences of about ``context`` tokens, and ``prefill`` new prompts."""
+    """A step: ``decode`` sequences of about ``context`` tokens, the first ``shared`` of them in the
+    same pages, and ``prefill`` new prompts.
+    """
 
     name: str
     decode: int
     context: int
     prefill: int = 0
     prompt: int = 128
+    shared: int = 0
 
 
 SHAPES = (
@@ -46,18 +49,23 @@ SHAPES = (
     Shape("100 users", 100, 200),
     Shape("100 users + 128 prompt", 100, 200, 1),
     Shape("100 users + 256 prompt", 100, 200, 2),
+    Shape("100 users, context 560", 100, 560),
+    Shape("100 users, context 560, 512 shared", 100, 560, shared=512),
     Shape("256 users", 256, 200),
     Shape("512 prompt", 0, 0, 4),
 )
 
 
 def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
-    """Random tokens in random pages; contexts spread from half to one and a half of the mean."""
+    """Random tokens in random pages; what is not shared spreads from half to one and a half of its
+    mean.
+    """
     random = np.random.default_rng(0)
     parts = []
     for _ in range(shape.decode):
         spread = random.uniform(0.5, 1.5) if shape.decode > 1 else 1.0
-        parts.append((int(shape.context * spread) - 1, 1))
+        own = int((shape.context - shape.shared) * spread)
+        parts.append((shape.shared + own - 1, 1))
     parts += [(0, shape.prompt)] * shape.prefill
     counts = [new for _, new in parts]
     needed = [-(-(old + new) // PAGE) for old, new in parts]
@@ -67,6 +75,8 @@ def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
     for row, count in enumerate(needed):
         tables[row, :count] = order[start : start + count]
         start += count
+    common = shape.shared // PAGE
+    tables[: shape.decode, :common] = tables[:1, :common]
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return FlatBatch(
         PAGE,
