@@ -55,13 +55,14 @@ class Work:
     @property
     def cost(self) -> StepCost:
         """The features of the linear model (:mod:`turnstile.core.cost`)."""
-        return StepCost(
+        cost = StepCost(
             self.decodes + self.chunk_tokens,
             self.decode_context + self.chunk_pairs,
             self.decodes + self.chunks,
             self.decode_context,
-            max(0, self.decode_context - self.read_again),
+            self.decode_context,
         )
+        return cost.sharing(self.read_again) if self.read_again else cost
 
 
 class TimingError(ValueError):
