@@ -338,6 +338,40 @@ def test_the_side_of_the_api_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0
 
 
+def worker(engine: ProcessEngine) -> psutil.Process:
+    """The process that has been prepared for an engine."""
+    assert engine._ahead is not None
+    return psutil.Process(engine._ahead.process.pid)
+
+
+async def test_what_was_prepared_becomes_the_engine() -> None:
+    engine = ProcessEngine(config())
+    engine.prepare()
+    prepared = worker(engine)
+    try:
+        info = await engine.start()
+        assert info.pid == prepared.pid
+        engine.abandon()  # there is nothing left to abandon
+        assert prepared.is_running()
+    finally:
+        await engine.stop(0)
+
+
+def test_what_was_prepared_ends_where_it_is_abandoned() -> None:
+    engine = ProcessEngine(config())
+    engine.prepare()
+    prepared = worker(engine)
+    engine.abandon()
+    assert not prepared.is_running()
+
+
+def test_a_worker_that_is_told_nothing_leaves() -> None:
+    command = [sys.executable, "-P", "-m", "turnstile.engine.worker"]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, input=b"", capture_output=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_the_engine_dies_with_its_parent() -> None:
     code = (
         "import asyncio\n"

@@ -53,7 +53,7 @@ class ModelSource:
 
     def open_tensors(self) -> TensorFiles:
         """Map the weights. Raises :class:`ModelError` if they are damaged or not readable here."""
-        return self.tensors or open_safetensors(self.path)
+        return open_safetensors(self.path) if self.tensors is None else self.tensors
 
 
 def resolve(
