@@ -6,7 +6,7 @@
 Absolute figures drift from minute to minute on a shared machine, so the servers take turns: every
 round starts each of them once, sends it the workloads, and stops it. All get the same lengths and
 the same text, fresh in every round; one runs at a time. A peer that is not installed, or fails, is
-left out of the tables, with the reason; what was measured is written after every turn.
+left out of the tables, with the reason; what was measured is written after every workload.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 
 from peers.catalog import Peer, catalog
 from peers.install import install
-from peers.tables import medians, ratios, table
+from peers.tables import losses, medians, ratios, table
 from peers.turns import PeerError, Round, take_turn
 
 from turnstile.bench.workloads import WORKLOADS, Workload, choose
@@ -43,13 +43,13 @@ class Comparison:
     def take(self, peer: Peer, round_: Round) -> None:
         """One peer's turn. A failure is noted, and the comparison goes on."""
         try:
-            found = take_turn(peer, round_, self.output / f"{peer.name}.log")
+            for name, figures in take_turn(peer, round_, self.output / f"{peer.name}.log"):
+                self.rounds[name].setdefault(peer.name, []).append(figures)
+                self.write()
         except PeerError as error:
             print(f"  {error}", file=sys.stderr)
             self.failures.append(str(error))
-            return
-        for name, figures in found.items():
-            self.rounds[name].setdefault(peer.name, []).append(figures)
+            self.write()
 
     def write(self) -> None:
         """Write what there is."""
@@ -78,6 +78,9 @@ class Comparison:
             print(f"\n{workload.name}: {workload.summary}; medians of {count} rounds in turns")
             if figures:
                 print("\n".join(table(figures, self.peers)))
+            for name, own in rounds.items():
+                for reason, number in losses(own).items():
+                    print(f"{name} lost {number}: {reason}")
         for failure in self.failures:
             print(f"failed: {failure}")
 
@@ -91,6 +94,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--repeat", type=int, default=3, help="rounds")
     parser.add_argument("--num-prompts", type=int, help="of every workload; marks it as changed")
     parser.add_argument("--request-rate", type=float, help="of W5, in requests per second")
+    parser.add_argument(
+        "--time-limit", type=float, default=600.0, help="seconds a workload may take a peer"
+    )
     parser.add_argument("--model", default=NAME, help="GGUF file or name")
     parser.add_argument("--port", type=int, default=8180)
     parser.add_argument("--output", type=Path, default=Path("bench-peers"), help="a directory")
@@ -139,13 +145,13 @@ def main() -> int:
             port=options.port,
             model=str(model),
             text_seed=time.time_ns(),
+            time_limit=options.time_limit,
         )
         print(f"round {number + 1} of {options.repeat}", file=sys.stderr)
         # Who goes first changes, so that no server always meets the machine warm.
         place = number % max(len(peers), 1)
         for peer in peers[place:] + peers[:place]:
             comparison.take(peer, round_)
-            comparison.write()
         print(f"  round took {time.monotonic() - began:.0f} s", file=sys.stderr)
     comparison.print()
     return 1 if comparison.failures or not peers else 0

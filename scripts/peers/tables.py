@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,18 +23,30 @@ ROWS: tuple[tuple[str, tuple[str, ...], bool], ...] = (
     ("peak PSS MB", ("server", "pss_peak_mb"), False),
     ("CPU s", ("server", "cpu_s"), False),
     ("start s", ("start_s",), False),
-    ("not completed", ("lost",), False),
+    ("not completed", (), False),
 )
 
 
 def medians(rounds: Sequence[Figures]) -> dict[str, float]:
-    """The median of each row over the rounds that have it."""
+    """The median of each row over the rounds that have it, and how many requests all lost."""
     found = {}
     for label, path, _ in ROWS:
-        values = [v for v in (_at(_with_lost(r), path) for r in rounds) if v is not None]
+        values = [v for v in (_at(r, path) for r in rounds) if v is not None]
         if values:
             found[label] = statistics.median(values)
+    # A median would hide what was lost in one round of three.
+    found["not completed"] = float(sum(r["failed"] + r["incomplete"] for r in rounds))
     return found
+
+
+def losses(rounds: Sequence[Figures]) -> dict[str, int]:
+    """Why requests failed, and how many of all rounds for each reason."""
+    found: Counter[str] = Counter()
+    for figures in rounds:
+        found.update(figures.get("reasons", {}))
+        if figures["incomplete"]:
+            found["cut off by the time limit"] += int(figures["incomplete"])
+    return dict(found)
 
 
 def ratios(figures: Mapping[str, Mapping[str, float]], peers: Sequence[Peer]) -> Figures:
@@ -81,10 +94,6 @@ def table(figures: Mapping[str, Mapping[str, float]], peers: Sequence[Peer]) -> 
                     if label not in ("start s", "CPU s", "not completed")
                 )
                 yield f"{ours} / best peer, {kind}: {listed}"
-
-
-def _with_lost(figures: Figures) -> Figures:
-    return {**figures, "lost": figures["failed"] + figures["incomplete"]}
 
 
 def _at(figures: Figures, path: tuple[str, ...]) -> float | None:

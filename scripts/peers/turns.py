@@ -31,7 +31,6 @@ from turnstile.bench.workloads import Workload
 
 START_S = 900.0
 STOP_S = 20.0
-TURN_S = 1800.0
 
 
 class PeerError(RuntimeError):
@@ -42,17 +41,19 @@ class PeerError(RuntimeError):
 class Round:
     """What every peer of a round gets alike.
 
-    ``model`` is where the tokenizer is found, ``text_seed`` where in the prose the prompts begin.
+    ``model`` is where the tokenizer is found, ``text_seed`` where in the prose the prompts begin,
+    ``time_limit`` the seconds that a workload may take.
     """
 
     workloads: Sequence[Workload]
     port: int
     model: str
     text_seed: int
+    time_limit: float = 600.0
 
 
-def take_turn(peer: Peer, round_: Round, log: Path) -> dict[str, Figures]:
-    """The figures of each workload, by its name.
+def take_turn(peer: Peer, round_: Round, log: Path) -> Iterator[tuple[str, Figures]]:
+    """Each workload's name and figures, as soon as it has been measured.
 
     Raises
     ------
@@ -64,12 +65,10 @@ def take_turn(peer: Peer, round_: Round, log: Path) -> dict[str, Figures]:
         turn = (_InProcess if peer.in_process else _OverHttp)(peer, process, round_, log)
         turn.wait_until_ready()
         started = time.monotonic() - began
-        found = {}
         for number, workload in enumerate(round_.workloads):
             print(f"  {peer.name}: {workload.name}", file=sys.stderr, flush=True)
             figures = turn.measure(workload, round_.text_seed + number)
-            found[workload.name] = {**figures, "start_s": started}
-    return found
+            yield workload.name, {**figures, "start_s": started}
 
 
 @contextlib.contextmanager
@@ -130,7 +129,7 @@ class _OverHttp:
             text_seed=text_seed,
             server_pid=process.pid,
             tokenizer=self._round.model,
-            time_limit=TURN_S,
+            time_limit=self._round.time_limit,
         )
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -152,6 +151,7 @@ class _InProcess:
         assert process.stdout is not None
         self._input, self._output = process.stdin, process.stdout
         self._peer, self._process, self._log = peer, process, log
+        self._time_limit = round_.time_limit
         self._tokenizer = LocalTokenizer(round_.model)
 
     def wait_until_ready(self) -> None:
@@ -172,16 +172,25 @@ class _InProcess:
             tree.start()
             self._input.write(json.dumps(files) + "\n")
             self._input.flush()
-            asyncio.run(self._watch(tree))
+            asyncio.run(self._watch(tree, workload.name))
             result = json.loads(Path(files["result"]).read_text())
         records = [_record(*row) for row in result["rows"]]
         figures = summarize(records, result["window"])
         return figures | {"server": tree.figures(figures["output_tokens"])}
 
-    async def _watch(self, tree: ProcessTree) -> None:
+    async def _watch(self, tree: ProcessTree, workload: str) -> None:
+        """Wait for the end of the workload, and end a driver that takes too long over it."""
         watching = asyncio.create_task(tree.watch())
+        done = asyncio.create_task(asyncio.to_thread(self._expect, "done"))
         try:
-            await asyncio.to_thread(self._expect, "done")
+            if not (await asyncio.wait([done], timeout=self._time_limit))[0]:
+                self._process.kill()  # which ends the thread that reads what it says
+                with contextlib.suppress(PeerError):
+                    await done
+                raise PeerError(
+                    f"{self._peer.name} took longer than {self._time_limit:g} s in {workload}"
+                )
+            await done
         finally:
             watching.cancel()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from peers.catalog import Peer, catalog
-from peers.tables import medians, ratios, table
+from peers.tables import losses, medians, ratios, table
 from peers.turns import PeerError, Round, take_turn
 
 from turnstile.bench.lengths import Fixed
@@ -20,18 +20,20 @@ OURS = Peer("turnstile-int8", "int8", ())
 PEERS = [OURS, Peer("one-int8", "int8", ()), Peer("other-bf16", "bf16", ())]
 
 
-def figures(throughput: float, ttft: float, failed: int = 0) -> dict[str, Any]:
+def figures(throughput: float, ttft: float, failed: int = 0, cut: int = 0) -> dict[str, Any]:
     return {
         "output_throughput": throughput,
         "ttft_ms": {"p50": ttft, "p99": None},
         "failed": failed,
-        "incomplete": 0,
+        "incomplete": cut,
+        "reasons": {"HTTP 503": failed} if failed else {},
     }
 
 
-def test_medians_are_of_the_rounds_that_have_the_figure_and_losses_show() -> None:
-    found = medians([figures(1, 5), figures(9, 7, failed=4), figures(2, 6)])
-    assert found == {"output tok/s": 2, "TTFT p50 ms": 6, "not completed": 0}
+def test_medians_are_of_the_rounds_that_have_the_figure_and_losses_of_one_round_show() -> None:
+    rounds = [figures(1, 5), figures(9, 7, failed=4, cut=1), figures(2, 6, failed=2)]
+    assert medians(rounds) == {"output tok/s": 2, "TTFT p50 ms": 6, "not completed": 7}
+    assert losses(rounds) == {"HTTP 503": 6, "cut off by the time limit": 1}
 
 
 def test_ratios_are_to_the_best_of_all_and_to_the_best_of_the_same_precision() -> None:
@@ -53,9 +55,11 @@ def test_what_is_not_installed_is_known_by_its_missing_file(tmp_path: Path) -> N
 
 
 DRIVER = """
-    import json, sys
+    import json, sys, time
     print("noise"); print("ready", flush=True)
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
+        if number == int(sys.argv[1]):
+            time.sleep(600)
         job = json.loads(line)
         plan = json.load(open(job["plan"]))
         rows = [
@@ -67,25 +71,41 @@ DRIVER = """
 """
 
 
+class ByWords:
+    """A tokenizer in place of a model's."""
+
+    def __init__(self, model: str) -> None: ...
+
+    async def __call__(self, text: str) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
 def test_a_peer_in_process_is_measured_by_its_own_times(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class ByWords:
-        def __init__(self, model: str) -> None: ...
-
-        async def __call__(self, text: str) -> list[int]:
-            return [len(word) for word in text.split()]
-
     monkeypatch.setattr("peers.turns.LocalTokenizer", ByWords)
     workload = choose("W4", requests=3, prompt=Fixed(5), output=Fixed(4))
-    command = (sys.executable, "-c", textwrap.dedent(DRIVER))
+    command = (sys.executable, "-c", textwrap.dedent(DRIVER), "-1")
     peer = Peer("own", "int8", command, in_process=True)
     round_ = Round(workloads=[workload], port=0, model="", text_seed=0)
-    found = take_turn(peer, round_, tmp_path / "own.log")["W4*"]
+    found = dict(take_turn(peer, round_, tmp_path / "own.log"))["W4*"]
     assert (found["completed"], found["failed"]) == (3, 1)
     assert (found["output_tokens"], found["output_throughput"]) == (13, 6.5)
     assert found["ttft_ms"]["p50"] == pytest.approx(100)
     assert found["tpot_ms"]["p50"] == pytest.approx(100)
     broken = replace(peer, command=(sys.executable, "-c", "print('no')"))
     with pytest.raises(PeerError, match="ended before it said ready"):
-        take_turn(broken, round_, tmp_path / "own.log")
+        list(take_turn(broken, round_, tmp_path / "own.log"))
+
+
+def test_what_a_peer_has_done_before_it_gets_stuck_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("peers.turns.LocalTokenizer", ByWords)
+    workload = choose("W4", requests=1, prompt=Fixed(5), output=Fixed(4))
+    command = (sys.executable, "-c", textwrap.dedent(DRIVER), "1")
+    round_ = Round(workloads=[workload] * 2, port=0, model="", text_seed=0, time_limit=5.0)
+    turn = take_turn(Peer("own", "int8", command, in_process=True), round_, tmp_path / "own.log")
+    assert next(turn)[1]["completed"] == 1
+    with pytest.raises(PeerError, match="longer than 5 s in W4"):
+        next(turn)

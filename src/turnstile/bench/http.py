@@ -240,7 +240,10 @@ class Connection(asyncio.Protocol):
             self._done.set_result(None)
         else:
             inside = "inside" if self._response.status else "before"
-            self._done.set_exception(BrokenResponseError(f"connection closed {inside} the answer"))
+            why = "" if exc is None else f" ({exc})"
+            self._done.set_exception(
+                BrokenResponseError(f"connection closed {inside} the answer{why}")
+            )
 
     def close(self) -> None:
         """Drop the connection, and with it what the server still does for us."""
