@@ -160,6 +160,7 @@ SPOILS: dict[str, Spoil] = {
     "forget a free page": lambda scheduler, draw: scheduler.pool._free.pop(),
     "publish a free page": flip("_published"),
     "share a free page": flip("_shared"),
+    "num_entries": shift(lambda scheduler: scheduler.pool, "num_entries"),
     "num_shared": shift(lambda scheduler: scheduler.pool, "num_shared"),
     "num_cached": shift(lambda scheduler: scheduler.pool, "num_cached"),
     "private": shift(lambda scheduler: scheduler.running[0].table, "private"),

@@ -40,14 +40,18 @@ def row(seed: int = 0) -> torch.Tensor:
     return 3 * torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(seed))
 
 
+def draw_all(sampler: Sampler, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn]:
+    return sampler.draw(logits, sampler.likeliest(logits), draws)
+
+
 def draw(sampler: Sampler, logits: torch.Tensor, one: Job, position: int = 0) -> Drawn:
-    return sampler.draw(logits, [Draw(one, 0, 0, position)])[0]
+    return draw_all(sampler, logits, [Draw(one, 0, 0, position)])[0]
 
 
 def frequencies(
     sampler: Sampler, logits: torch.Tensor, one: Job, count: int = 4000
 ) -> Counter[int]:
-    draws = sampler.draw(logits, [Draw(one, 0, 0, position) for position in range(count)])
+    draws = draw_all(sampler, logits, [Draw(one, 0, 0, position) for position in range(count)])
     return Counter(drawn.token for drawn in draws)
 
 
@@ -110,8 +114,10 @@ def test_company_and_place_do_not_show(sampler: Sampler) -> None:
         job(seed=i, temperature=0.0 if i % 3 == 0 else 1.0, top_p=0.9 if i % 2 else 1.0, logprobs=2)
         for i in range(40)
     ]
-    together = sampler.draw(logits, [Draw(jobs[i], i, 0, 7) for i in range(40)])
-    backwards = sampler.draw(logits, [Draw(jobs[i], i, 0, 7) for i in reversed(range(40))])[::-1]
+    together = draw_all(sampler, logits, [Draw(jobs[i], i, 0, 7) for i in range(40)])
+    backwards = draw_all(sampler, logits, [Draw(jobs[i], i, 0, 7) for i in reversed(range(40))])[
+        ::-1
+    ]
     alone = [draw(sampler, logits[i : i + 1], jobs[i], 7) for i in range(40)]
     assert together == alone == backwards
 
@@ -119,9 +125,11 @@ def test_company_and_place_do_not_show(sampler: Sampler) -> None:
 def test_seed_sample_and_position_each_change_the_draw(sampler: Sampler) -> None:
     logits = torch.zeros(1, VOCAB)
     points = [(s, k, p) for s in (1, 2, -1) for k in (0, 1, 2) for p in range(5)]
-    tokens = [sampler.draw(logits, [Draw(job(seed=s), 0, k, p)])[0].token for s, k, p in points]
+    tokens = [
+        draw_all(sampler, logits, [Draw(job(seed=s), 0, k, p)])[0].token for s, k, p in points
+    ]
     assert len(set(tokens)) > 0.9 * len(tokens)
-    again = [sampler.draw(logits, [Draw(job(seed=s), 0, k, p)])[0].token for s, k, p in points]
+    again = [draw_all(sampler, logits, [Draw(job(seed=s), 0, k, p)])[0].token for s, k, p in points]
     assert tokens == again
 
 
@@ -136,7 +144,7 @@ def test_nan_fails_its_row_alone(sampler: Sampler) -> None:
     logits[1, 5] = 1.0
     for temperature in (0.0, 1.0):
         draws = [Draw(job(temperature=temperature), i, 0, 0) for i in range(3)]
-        errors = [drawn.error for drawn in sampler.draw(logits, draws)]
+        errors = [drawn.error for drawn in draw_all(sampler, logits, draws)]
         assert errors == [None, BAD_LOGITS, None]
 
 

@@ -81,8 +81,10 @@ class StepCost:
         """Count a plan's. Query i of a chunk sees ``start + i + 1`` tokens. Nothing is taken to be
         shared (see :meth:`sharing`).
         """
-        tokens = query_context = decode_context = 0
-        for chunk in plan.chunks:
+        tokens = crowd = plan.num_decodes
+        decode_context = crowd + sum([chunk.start for chunk in plan.chunks[:crowd]])
+        query_context = 0
+        for chunk in plan.chunks[crowd:]:
             count = chunk.count
             tokens += count
             if count == 1:

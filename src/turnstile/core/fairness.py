@@ -343,7 +343,7 @@ class FairQueue(QueuePolicy):
 
     def charge(self, sequence: Sequence, tokens: float) -> None:
         sequence.charged += tokens
-        tenant = self._tenant(sequence)
+        tenant = self._tenants[sequence.request.tenant]
         tenant.served += tokens / tenant.weight
 
     def served(self, tenant: str) -> float:

@@ -15,7 +15,7 @@ otherwise) is corrected by :class:`Calibration`, which learns from actual ÷ pre
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -68,9 +68,9 @@ class EngineView:
         return self.cost_samples >= CostModel.WARM
 
 
-def prefill_left(running: Iterable[Running]) -> int:
+def prefill_left(running: Collection[Running]) -> int:
     """Tokens that those running have to compute before each is down to its newest. O(running)."""
-    return sum(s.total - s.computed - 1 for s in running)
+    return sum([len(s.tokens) - s.computed for s in running]) - len(running)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,6 +72,8 @@ class PagePool:
         self.on_evict = on_evict
         self.num_shared = 0
         self.num_cached = 0
+        self.num_entries = 0
+        """Pages in all tables, those in several counted for each."""
         self.evictions = 0
         self._refcount = [0] * num_pages
         self._published = bytearray(num_pages)
@@ -112,10 +114,6 @@ class PagePool:
         """Whether the content may be found by others."""
         return bool(self._published[page])
 
-    def is_cached(self, page: int) -> bool:
-        """Held by nobody, content still valid."""
-        return self._next[page] != _NONE
-
     def owner(self, page: int) -> PageTable | None:
         """The only holder of ``page``; None once it is shared, or held by nobody."""
         return self._owner[page]
@@ -139,6 +137,7 @@ class PagePool:
         self._owner[page] = table
         table.pages.append(page)
         table.private += 1
+        self.num_entries += 1
         return page
 
     def hold(self, table: PageTable, pages: Iterable[int]) -> None:
@@ -153,6 +152,7 @@ class PagePool:
                 self._share(page)
             self._refcount[page] = count + 1
             table.pages.append(page)
+            self.num_entries += 1
 
     def fork(self, source: PageTable, target: PageTable, tokens: int) -> list[tuple[int, int]]:
         """Let the empty ``target`` have the first ``tokens`` tokens of ``source``: full pages are
@@ -170,6 +170,7 @@ class PagePool:
 
     def clear(self, table: PageTable) -> None:
         """Release all pages of ``table``, tail first, so that chains die from the leaf."""
+        self.num_entries -= len(table.pages)
         while table.pages:
             self._release(table.pages.pop(), table)
         table.private = 0
@@ -243,7 +244,7 @@ class PagePool:
         lacking = [table for table in tables if owned.get(id(table), 0) != table.private]
         for page, count in enumerate(counts):
             believed, owner = self._refcount[page], self._owner[page]
-            listed = page in free or self.is_cached(page)
+            listed = page in free or self._next[page] != _NONE
             known = bool(self._shared[page]) if owner is None else owner is holder[page]
             if count == believed and (not count or (known and not listed)):
                 continue
@@ -263,9 +264,10 @@ class PagePool:
         self._owner = [None] * n
         self._next, self._previous = [_NONE] * n + [n], [_NONE] * n + [n]
         self._free.clear()
-        self.num_cached = self.num_shared = 0
+        self.num_cached = self.num_shared = self.num_entries = 0
         for table in tables:
             table.private = 0
+            self.num_entries += len(table.pages)
             for page in table.pages:
                 self._refcount[page] += 1
                 if self._refcount[page] == 1:
@@ -309,6 +311,8 @@ class PagePool:
             raise AuditError("A page is listed twice as free, or the cached count is off.")
         for page, count in enumerate(counts):
             self._audit_page(page, count, page in free, page in cached)
+        if sum(counts) != self.num_entries:
+            raise AuditError(f"{sum(counts)} pages in tables, counted {self.num_entries}.")
         if sum(self._shared) != self.num_shared:
             raise AuditError(f"{sum(self._shared)} shared pages, counted {self.num_shared}.")
         for table in tables:

@@ -182,20 +182,20 @@ class Sequence:
         return len(self.tokens) - self.computed == 1 and self.fork_width == 1
 
     def extend(
-        self, draws: Iterable[int], max_model_len: int
+        self, draws: tuple[int, ...], max_model_len: int
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append draws up to the one that ends the sequence; returns those taken, and why it ends
         (None: it does not).
         """
-        request, taken = self.request, []
-        for token in draws:
-            self.tokens.append(token)
-            taken.append(token)
+        request, known = self.request, self.tokens
+        longest = min(self.num_prompt + request.max_tokens, max_model_len)
+        for count, token in enumerate(draws, 1):
+            known.append(token)
             if token in request.stop_ids and self.num_outputs > request.min_tokens:
-                return tuple(taken), FinishReason.STOP
-            if self.remaining == 0 or self.total >= max_model_len:
-                return tuple(taken), FinishReason.LENGTH
-        return tuple(taken), None
+                return draws[:count], FinishReason.STOP
+            if len(known) >= longest:
+                return draws[:count], FinishReason.LENGTH
+        return draws, None
 
     def __repr__(self) -> str:
         return (

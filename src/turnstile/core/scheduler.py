@@ -231,20 +231,46 @@ class Scheduler:
                 self.entrance.learn(candidate.sequence)
             books.start(candidate, now)
         present = self.attendance.present()
-        prompts_alone = self.config.separate_prefill and any(not s.decoding for s in present)
-        chunks = [] if prompts_alone else self._decode_chunks(present, now)
-        chunks += self._prompt_chunks(present, chunks, now)
-        planned = tuple(c for c in chunks if c.sequence.state is State.RUNNING)
+        decoding = [s for s in present if s.decoding]
+        behind = [s for s in present if not s.decoding] if len(decoding) < len(present) else []
+        changes = self.slots.changes
+        if self.config.separate_prefill and behind:
+            decoding = []
+        spare = self.config.max_num_batched_tokens - len(present)
+        chunks = self._decode_chunks(decoding, spare, now)
+        if behind:
+            chunks += self._prompt_chunks(behind, chunks, now)
+        if self.slots.changes != changes:  # somebody had to go after it was planned for
+            chunks = [c for c in chunks if c.sequence.state is State.RUNNING]
         copies = tuple(books.copies)
         books.copies.clear()
-        return Plan(self.statistics.steps, planned, copies)
+        return Plan(self.statistics.steps, tuple(chunks), copies)
 
-    def _decode_chunks(self, present: list[Sequence], now: float) -> list[Chunk]:
-        """One token (and drafts) for everybody who has only the newest left to compute."""
+    def _decode_chunks(self, decoding: list[Sequence], spare: int, now: float) -> list[Chunk]:
+        """One token for everybody who has only the newest left to compute; last come those for
+        whom there is more to it, with up to ``spare`` drafts in all.
+        """
+        chunks: list[Chunk] = []
+        special: list[Sequence] = []
+        page_size = self.pool.page_size
+        for sequence in decoding:
+            if sequence.drafts or sequence.request.score_prompt:
+                special.append(sequence)
+                continue
+            start, room = sequence.computed, len(sequence.table.pages) * page_size
+            if sequence.state is State.RUNNING and (
+                start < room or self._take_pages(sequence, start + 1, now)
+            ):
+                chunks.append(Chunk(sequence, start, 1, 1))
+        if special:
+            chunks += self._special_chunks(special, spare, now)
+        return chunks
+
+    def _special_chunks(self, special: list[Sequence], spare: int, now: float) -> list[Chunk]:
+        """The newest token and drafts to verify; or the last token of a prompt to be scored."""
         chunks = []
-        spare = self.config.max_num_batched_tokens - len(present)
-        for sequence in present:
-            if sequence.state is not State.RUNNING or not sequence.decoding:
+        for sequence in special:
+            if sequence.state is not State.RUNNING:
                 continue
             if sequence.drafts and not self.config.speculation:
                 raise ValueError("Drafts need a scheduler with speculation=True.")
@@ -258,10 +284,10 @@ class Scheduler:
         return chunks
 
     def _prompt_chunks(
-        self, present: list[Sequence], decodes: list[Chunk], now: float
+        self, behind: list[Sequence], decodes: list[Chunk], now: float
     ) -> list[Chunk]:
         """Share what is left of the budget among those with more to compute."""
-        behind = [s for s in present if s.state is State.RUNNING and not s.decoding]
+        behind = [s for s in behind if s.state is State.RUNNING]
         if not behind:
             return []
         whole = not self.config.chunked_prefill
@@ -339,10 +365,19 @@ class Scheduler:
         progress: list[Progress] = []
         absent = self.attendance.absent
         draws, prefill = absent.batch, 0
+        crowd = plan.num_decodes
         for i, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
-            if chunk.sequence.state is not State.RUNNING:
+            sequence = chunk.sequence
+            if sequence.state is not State.RUNNING:
                 continue
-            prefill += max(0, min(chunk.end, chunk.sequence.num_prompt) - chunk.start)
+            if chunk.start < sequence.num_prompt:
+                prefill += min(chunk.end, sequence.num_prompt) - chunk.start
+            if i < crowd and outcome.error is None and not sequence.catching_up:
+                step = self._commit_decode(sequence, outcome.tokens, now)
+                step.chunk = i
+                progress.append(step)
+                draws += 1
+                continue
             for step in self._commit_chunk(chunk, outcome, now):
                 step.chunk = i
                 progress.append(step)
@@ -357,6 +392,16 @@ class Scheduler:
             events.Stepped(now, plan.step, cost.tokens, prefill, cost.batch, draws, seconds)
         )
         return progress
+
+    def _commit_decode(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> Progress:
+        """:meth:`_commit_chunk` of a token computed and one drawn, which is nearly all there is:
+        without whatever cannot be then.
+        """
+        sequence.computed += 1
+        sequence.drafts = ()
+        if not sequence.computed % self.pool.page_size:
+            self.books.publish(sequence, sequence.computed - 1, now)
+        return self._extend(sequence, tokens, now)
 
     def _commit_chunk(self, chunk: Chunk, outcome: Outcome, now: float) -> list[Progress]:
         sequence = chunk.sequence
@@ -402,9 +447,9 @@ class Scheduler:
         """
         first = sequence.num_outputs
         tokens, finish = sequence.extend(tokens, self.config.max_model_len)
-        sequence.computed = min(sequence.computed, sequence.total - 1)
         self.queue.charge(sequence, OUTPUT_CHARGE * len(tokens))
         if publish_from is not None:
+            sequence.computed = min(sequence.computed, sequence.total - 1)
             self.books.publish(sequence, publish_from, now)
         if sequence.state is State.WAITING:
             self.books.waiting.tokens += len(tokens)

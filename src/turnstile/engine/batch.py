@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 import numpy as np
+import numpy.typing as npt
 
 from turnstile.core.plan import Chunk, Plan
 from turnstile.core.request import Sequence, State
 from turnstile.kernels.base import FlatBatch
+
+PageTables = npt.NDArray[np.int32]
 
 
 class BatchBuilder:
@@ -34,7 +37,7 @@ class BatchBuilder:
         self._life = [0] * max_sequences
         self._row_of: dict[Sequence, int] = {}
         self._free_rows = list(range(max_sequences - 1, -1, -1))
-        self._step_tables = np.zeros((max_sequences, max_pages), dtype=np.int32)
+        self._step_tables = np.zeros(max_sequences * max_pages, dtype=np.int32)
         self._offsets = np.zeros(max_sequences + 1, dtype=np.int32)
         self._contexts = np.zeros(max_sequences, dtype=np.int32)
         self._allocate(max_tokens)
@@ -50,13 +53,11 @@ class BatchBuilder:
         chunks, count = plan.chunks, plan.num_tokens
         if count > len(self._ids):
             self._allocate(count)
-        rows = np.fromiter((self._table_row(c.sequence) for c in chunks), np.int32, len(chunks))
-        widest = max(len(c.sequence.table) for c in chunks)
-        tables = self._step_tables[: len(chunks), :widest]
-        np.take(self._tables[:, :widest], rows, axis=0, out=tables)
-        at = singles = self._write_singles(chunks)
-        logit_rows = [i for i, chunk in enumerate(chunks[:singles]) if chunk.samples]
-        for i, chunk in enumerate(chunks[singles:], singles):
+        tables = self._gather_tables([chunk.sequence for chunk in chunks])
+        at = crowd = plan.num_decodes
+        self._write_crowd(chunks[:crowd])
+        logit_rows: list[int] = []
+        for i, chunk in enumerate(chunks[crowd:], crowd):
             self._offsets[i] = at
             self._contexts[i] = chunk.end
             self._write(chunk, i, at)
@@ -68,10 +69,10 @@ class BatchBuilder:
             ids=self._ids[:at],
             positions=self._positions[:at],
             sequence_of=self._sequence_of[:at],
-            page_tables=np.ascontiguousarray(tables),
+            page_tables=tables,
             query_offsets=self._offsets[: len(chunks) + 1],
             context_lengths=self._contexts[: len(chunks)],
-            logit_rows=np.asarray(logit_rows, dtype=np.int32),
+            logit_rows=np.append(self._ramp[:crowd], np.array(logit_rows, dtype=np.int32)),
         )
 
     def forget(self, sequence: Sequence) -> None:
@@ -81,20 +82,15 @@ class BatchBuilder:
             self._written[row] = 0
             self._free_rows.append(row)
 
-    def _write_singles(self, chunks: Seq[Chunk]) -> int:
-        """Lay out the chunks of one token that a plan begins with, all at once: in a crowd they are
-        nearly all there is, and a write into an array costs as much for a hundred as for one.
-        Returns how many they are.
+    def _write_crowd(self, chunks: Seq[Chunk]) -> None:
+        """Lay out those who decode, all at once: a write into an array costs as much for a hundred
+        as for one.
         """
-        count = next(
-            (i for i, chunk in enumerate(chunks) if chunk.count != 1 or chunk.score), len(chunks)
-        )
-        singles = chunks[:count]
-        self._ids[:count] = [chunk.sequence.tokens[chunk.start] for chunk in singles]
-        self._positions[:count] = [chunk.start for chunk in singles]
+        count = len(chunks)
+        self._ids[:count] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
+        self._positions[:count] = [chunk.start for chunk in chunks]
         np.add(self._positions[:count], 1, out=self._contexts[:count])
         self._offsets[:count] = self._sequence_of[:count] = self._ramp[:count]
-        return count
 
     def _write(self, chunk: Chunk, index: int, at: int) -> None:
         tokens = chunk.sequence.tokens
@@ -106,19 +102,29 @@ class BatchBuilder:
         self._positions[at:end] = self._ramp[: chunk.count]
         self._positions[at:end] += chunk.start
 
-    def _table_row(self, sequence: Sequence) -> int:
-        row = self._row_of.get(sequence)
-        if row is None:
-            row = self._row_of[sequence] = self._take_row()
-        pages = sequence.table.pages
-        # A table only grows, until a preemption starts it anew.
+    def _gather_tables(self, sequences: list[Sequence]) -> PageTables:
+        """The page tables of the sequences, one a row, as wide as the widest."""
+        rows, widest = [], 0
+        for sequence in sequences:
+            row = self._row_of.get(sequence)
+            if row is None:
+                row = self._row_of[sequence] = self._take_row()
+            pages = len(sequence.table.pages)
+            # A table only grows, until a preemption starts it anew.
+            if self._written[row] < pages or self._life[row] != sequence.preemptions:
+                self._write_table(row, sequence)
+            rows.append(row)
+            widest = max(widest, pages)
+        tables = self._step_tables[: len(rows) * widest].reshape(len(rows), widest)
+        return np.take(self._tables[:, :widest], rows, axis=0, out=tables)
+
+    def _write_table(self, row: int, sequence: Sequence) -> None:
+        """Write the pages that a sequence has gained since the step before."""
         if self._life[row] != sequence.preemptions:
             self._life[row], self._written[row] = sequence.preemptions, 0
-        written = self._written[row]
-        if written < len(pages):
-            self._tables[row, written : len(pages)] = pages[written:]
-            self._written[row] = len(pages)
-        return row
+        pages, written = sequence.table.pages, self._written[row]
+        self._tables[row, written : len(pages)] = pages[written:]
+        self._written[row] = len(pages)
 
     def _take_row(self) -> int:
         if not self._free_rows:

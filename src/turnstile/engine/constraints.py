@@ -35,6 +35,7 @@ class Job:
         "_stop_ids",
         "constrained",
         "params",
+        "plain",
         "seed",
         "sequence",
     )
@@ -70,6 +71,8 @@ class Job:
             or (params.min_tokens and len(self._stop_ids))
             or grammar is not None
         )
+        self.plain = params.greedy and params.logprobs is None and not self.constrained
+        """Whether the likeliest token is all it wants."""
 
     def constrain(self, logits: Logits) -> None:
         """Apply everything, in place, to a copy of one row ``[vocab]``.

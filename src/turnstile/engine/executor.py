@@ -17,14 +17,13 @@ from turnstile.engine.protocol import TokenLogprobs
 
 
 @dataclass(slots=True)
-class ChunkResult:
-    """What came of one chunk: its outcome, and log-probabilities where they were asked for.
+class ChunkResult(Outcome):
+    """The outcome of one chunk, and log-probabilities where they were asked for.
 
     ``logprobs`` has one entry for each draw; ``prompt_logprobs`` one for each prompt token that
     the chunk's rows predict (the token at ``start + 1`` first).
     """
 
-    outcome: Outcome
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
 

@@ -12,7 +12,7 @@ import time
 import zlib
 from collections.abc import Sequence as Seq
 
-from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.plan import Chunk, Plan
 from turnstile.core.request import Sequence
 from turnstile.engine.executor import ChunkResult
 from turnstile.engine.params import SamplingParams
@@ -88,7 +88,7 @@ class FakeExecutor:
             prompt_logprobs = [
                 TokenLogprobs(-float(sequence.tokens[i + 1])) for i in range(chunk.start, end)
             ]
-        return ChunkResult(Outcome(tokens), logprobs, prompt_logprobs)
+        return ChunkResult(tokens, None, logprobs, prompt_logprobs)
 
 
 def make_fake(model: str) -> FakeExecutor:

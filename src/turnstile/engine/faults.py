@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence as Seq
 from enum import IntEnum
 
-from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.plan import Chunk, Plan
 from turnstile.core.request import Sequence
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams
@@ -92,7 +92,7 @@ class FaultyExecutor:
         if Fault.RAISE in faults:
             raise RuntimeError("This step fails, as a prompt told it to.")
         return [
-            ChunkResult(Outcome(error="This row fails, as its prompt told it to."))
+            ChunkResult(error="This row fails, as its prompt told it to.")
             if fault is Fault.ERROR
             else result
             for fault, result in zip(faults, self._executor.execute(plan), strict=True)

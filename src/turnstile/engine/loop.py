@@ -25,7 +25,7 @@ from turnstile.core.cost import CostModel as StepCostModel
 from turnstile.core.cost import StepCost
 from turnstile.core.events import Admitted, encode
 from turnstile.core.forecast import prefill_left
-from turnstile.core.plan import Outcome, Plan, Progress
+from turnstile.core.plan import Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import Scheduler
 from turnstile.engine.executor import ChunkResult, Executor
@@ -193,10 +193,9 @@ class StepLoop:
         self._step_seconds = ended_at - began
         self._step_tokens = plan.num_tokens
         self._busy += self._step_seconds
-        outcomes = [result.outcome for result in results]
         # A step that had to be tried again says nothing of what steps cost.
         seconds = self._step_seconds if whole else 0.0
-        for progress in self.scheduler.commit(plan, outcomes, ended_at, seconds):
+        for progress in self.scheduler.commit(plan, results, ended_at, seconds):
             self._add_row(progress, results[progress.chunk])
         now = self._clock()
         self._turns.observe(cost, now - turn_began)
@@ -217,8 +216,8 @@ class StepLoop:
 
     def _read_again(self) -> int:
         """Tokens in the pages of those running, beyond those in pages: shared ones come again."""
-        scheduler, pool = self.scheduler, self.scheduler.pool
-        return (sum(len(s.table) for s in scheduler.running) - pool.num_held) * pool.page_size
+        pool = self.scheduler.pool
+        return (pool.num_entries - pool.num_held) * pool.page_size
 
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
@@ -292,7 +291,7 @@ class StepLoop:
             request_id = chunks[0].sequence.request.id
             logger.error("Request %s fails alone: %s", request_id, type(error).__name__)
             message = f"The request failed in the model ({type(error).__name__})."
-            return [ChunkResult(Outcome(error=message))]
+            return [ChunkResult(error=message)]
         results = []
         middle = len(chunks) // 2
         for part in (Plan(plan.step, chunks[:middle]), Plan(plan.step, chunks[middle:])):
@@ -335,32 +334,25 @@ class StepLoop:
             self._mend()
 
     def _add_row(self, progress: Progress, result: ChunkResult | None) -> None:
-        sequence = progress.sequence
-        tokens = list(progress.tokens)
-        logprobs = prompt_logprobs = None
+        sequence, tokens = progress.sequence, list(progress.tokens)
+        row = Row(
+            sequence.request.id,
+            sequence.index,
+            progress.first,
+            tokens,
+            cached_tokens=sequence.num_cached,
+            charged=sequence.charged,
+        )
+        self._rows.append(row)
         if result is not None:
             if result.logprobs is not None and tokens:
-                at = progress.sample
-                logprobs = result.logprobs[at : at + len(tokens)]
+                row.logprobs = result.logprobs[progress.sample : progress.sample + len(tokens)]
             if progress.sample == 0:
-                prompt_logprobs = result.prompt_logprobs
-        finish = str(progress.finish) if progress.finish else None
-        self._rows.append(
-            Row(
-                sequence.request.id,
-                sequence.index,
-                progress.first,
-                tokens,
-                logprobs,
-                finish,
-                progress.error,
-                tokens[-1] if progress.finish is FinishReason.STOP and tokens else None,
-                sequence.num_cached,
-                prompt_logprobs,
-                sequence.charged,
-            )
-        )
+                row.prompt_logprobs = result.prompt_logprobs
         if progress.finish:
+            row.finish, row.error = str(progress.finish), progress.error
+            if progress.finish is FinishReason.STOP and tokens:
+                row.stop_token = tokens[-1]
             self._forget(sequence)
         elif progress.sample:
             # A sibling that came to be in this step.
@@ -402,9 +394,8 @@ class StepLoop:
             cost=_fitted(scheduler.cost),
             turn=_fitted(self._turns),
             prefill_tokens=prefill_left(scheduler.running),
-            unused_tokens=sum(
-                len(s.table) * pool.page_size - s.computed for s in scheduler.running
-            ),
+            unused_tokens=pool.num_entries * pool.page_size
+            - sum([s.computed for s in scheduler.running]),
         )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from itertools import accumulate, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.plan import Chunk, Plan
 from turnstile.core.request import Sequence
 from turnstile.engine.batch import BatchBuilder, num_logit_rows, num_scored
 from turnstile.engine.constraints import Job
@@ -69,21 +69,28 @@ class Runner:
     def execute(self, plan: Plan) -> list[ChunkResult]:
         batch = self._builder.build(plan)
         logits = self._decoder.forward(batch, self._kv)
-        ends = list(accumulate(map(num_logit_rows, plan.chunks)))
-        draws: list[Draw] = []
-        for chunk, end in zip(plan.chunks, ends, strict=True):
-            if chunk.samples:
-                draws += self._draws(chunk, end)
-        drawn = iter(self._sampler.draw(logits, draws))
-        results = []
-        for chunk, end in zip(plan.chunks, ends, strict=True):
-            # A view of a tensor costs as much as all else here: only who is scored gets one.
-            rows = logits[end - num_logit_rows(chunk) : end] if chunk.score else None
-            results.append(self._result(chunk, rows, drawn))
+        likeliest = self._sampler.likeliest(logits)
+        chunks, crowd = plan.chunks, plan.num_decodes
+        results = [ChunkResult((token,)) for token in likeliest.tokens[:crowd]]
+        results += [ChunkResult()] * (len(chunks) - crowd)
+        # Who decodes and wants the likeliest token has it: nearly everybody in a crowd.
+        sound = likeliest.sound
+        asking = [
+            i for i in range(crowd) if not (sound[i] and self._jobs[chunks[i].sequence].plain)
+        ]
+        asking += range(crowd, len(chunks))
+        ends = list(range(1, crowd + 1))
+        for chunk in chunks[crowd:]:
+            ends.append((ends[-1] if ends else 0) + num_logit_rows(chunk))
+        drawing = [i for i in asking if chunks[i].samples]
+        draws = [draw for i in drawing for draw in self._draws(chunks[i], ends[i])]
+        drawn = iter(self._sampler.draw(logits, likeliest, draws))
+        for i in asking:
+            results[i] = self._result(chunks[i], logits, ends[i], drawn)
         return results
 
     def _draws(self, chunk: Chunk, end: int) -> list[Draw]:
-        """The draws of a chunk whose logits end at row ``end``."""
+        """The draws of a chunk whose logits end before row ``end``."""
         sequence = chunk.sequence
         job = self._jobs[sequence]
         position = sequence.num_outputs
@@ -92,25 +99,24 @@ class Runner:
         first = end - chunk.samples
         return [Draw(job, first + i, sequence.index, position + i) for i in range(chunk.samples)]
 
-    def _result(self, chunk: Chunk, scored: Tensor | None, drawn: Iterator[Drawn]) -> ChunkResult:
-        if chunk.samples == 1 and not chunk.drafts and scored is None:
-            # Whoever decodes, which is nearly everybody in a crowd: no lists, no loops.
-            token, logprob, error = next(drawn)
-            if error is not None:
-                return ChunkResult(Outcome(error=error))
-            return ChunkResult(Outcome((token,)), None if logprob is None else [logprob])
+    def _result(
+        self, chunk: Chunk, logits: Tensor, end: int, drawn: Iterator[Drawn]
+    ) -> ChunkResult:
+        """What came of a chunk whose logits end before row ``end``, and whose draws are next."""
         draws = list(islice(drawn, chunk.samples))
-        prompt_logprobs = None if scored is None else self._score(chunk, scored)
         for draw in draws:
             if draw.error is not None:
-                return ChunkResult(Outcome(error=draw.error))
+                return ChunkResult(error=draw.error)
         tokens = [draw.token for draw in draws]
         if chunk.drafts:
             tokens = tokens[: accepted(chunk.drafts, tokens)]
         logprobs = [d.logprobs for d in draws[: len(tokens)] if d.logprobs is not None]
-        if prompt_logprobs and any(p.logprob != p.logprob for p in prompt_logprobs):
-            return ChunkResult(Outcome(error=BAD_LOGITS))
-        return ChunkResult(Outcome(tuple(tokens)), logprobs or None, prompt_logprobs)
+        scored = None
+        if chunk.score:
+            scored = self._score(chunk, logits[end - num_logit_rows(chunk) : end])
+            if any(score.logprob != score.logprob for score in scored):
+                return ChunkResult(error=BAD_LOGITS)
+        return ChunkResult(tuple(tokens), None, logprobs or None, scored)
 
     def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprobs]:
         sequence = chunk.sequence

@@ -45,6 +45,13 @@ class Drawn(NamedTuple):
     error: str | None = None
 
 
+class Likeliest(NamedTuple):
+    """For each row of the logits its likeliest token, and whether that is a number at all."""
+
+    tokens: list[int]
+    sound: list[bool]
+
+
 class Sampler:
     """Draws tokens with a backend's row-wise helpers."""
 
@@ -52,18 +59,26 @@ class Sampler:
         self._backend = backend
         self._scratch = np.empty(0, dtype=np.float32)
 
-    def draw(self, logits: Tensor, draws: Seq[Draw]) -> list[Drawn]:
-        """Draw from ``logits`` ``[R, vocab]`` (float32, left as it is)."""
+    def likeliest(self, logits: Tensor) -> Likeliest:
+        """Look at all rows of ``logits`` ``[R, vocab]`` (float32) in one pass."""
+        if not len(logits):
+            return Likeliest([], [])
+        ids = self._backend.argmax(logits).cpu().numpy()
+        values = _on_cpu(logits)[np.arange(len(ids)), ids]
+        return Likeliest(ids.tolist(), np.isfinite(values).tolist())
+
+    def draw(self, logits: Tensor, likeliest: Likeliest, draws: Seq[Draw]) -> list[Drawn]:
+        """Draw from ``logits`` ``[R, vocab]`` (float32, left as it is), whose :meth:`likeliest`
+        tokens are known.
+        """
         if not draws:
             return []
-        rows = logits.cpu().numpy() if logits.device.type != "cpu" else logits.numpy()
-        ids = self._backend.argmax(logits).cpu().numpy()
-        likeliest, usable = ids.tolist(), np.isfinite(rows[np.arange(len(ids)), ids]).tolist()
+        rows = _on_cpu(logits)
         tokens: list[int] = []
         errors: dict[int, str] = {}
         for i, draw in enumerate(draws):
-            token = likeliest[draw.row]
-            if not usable[draw.row]:
+            token = likeliest.tokens[draw.row]
+            if not likeliest.sound[draw.row]:
                 errors[i] = BAD_LOGITS
             elif draw.job.constrained or not draw.job.params.greedy:
                 try:
@@ -139,6 +154,11 @@ class Sampler:
         np.subtract(row, largest, out=weights)
         np.divide(weights, np.float32(temperature), out=weights)
         return np.exp(weights, out=weights)
+
+
+def _on_cpu(logits: Tensor) -> Logits:
+    rows: Logits = logits.cpu().numpy()
+    return rows
 
 
 def _filter(

@@ -95,7 +95,7 @@ class ContinuousServer:
         results = self._runner.execute(plan)
         seconds = time.perf_counter() - began
         outcomes = [
-            self._ended_in_time(chunk, result.outcome)
+            self._ended_in_time(chunk, result)
             for chunk, result in zip(plan.chunks, results, strict=True)
         ]
         rows += [self._row(each) for each in scheduler.commit(plan, outcomes, now, seconds)]

@@ -184,12 +184,12 @@ class StaticServer:
                 wasted += chunk.count
                 continue
             slot.sequence.computed = chunk.end
-            slot.sequence.tokens += result.outcome.tokens
+            slot.sequence.tokens += result.tokens
             finish = None
-            if result.outcome.error is not None or slot.sequence.num_outputs == slot.ask.length:
+            if result.error is not None or slot.sequence.num_outputs == slot.ask.length:
                 slot.ended = True
-                finish = FinishReason.ERROR if result.outcome.error else FinishReason.STOP
-            rows.append(Row(slot.ask.id, result.outcome.tokens, finish, result.outcome.error))
+                finish = FinishReason.ERROR if result.error else FinishReason.STOP
+            rows.append(Row(slot.ask.id, result.tokens, finish, result.error))
         if first:
             self.padding += wasted
         else:
