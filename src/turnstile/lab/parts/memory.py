@@ -15,11 +15,12 @@ from turnstile.lab.filling import Filling, fill
 from turnstile.lab.load import make_asks
 from turnstile.lab.model import LabModel
 from turnstile.lab.policies import NO_SHARING, ORCA
-from turnstile.lab.story import Part, Plot, Series, Table, share
+from turnstile.lab.story import Cell, Part, Plot, Series, Table, share
 
 REQUESTS, RESERVED, USED = 100, 4096, 200
 """The book's example: so many requests, each with so many tokens reserved and used."""
 PAGE_SIZES = (1, 8, 16, 32, 64, 128)
+TRACE_PAGE_SIZES = (16, 128)
 TRACE_ROWS = 32
 """How many reservations the memory for a trace has room for."""
 
@@ -89,7 +90,7 @@ def _traces(part: Part) -> None:
         quantiles). The memory is {TRACE_ROWS} reservations of the longest sequence of the trace,
         rounded up to a power of two."""
     )
-    rows = []
+    rows: dict[int, list[tuple[Cell, ...]]] = {size: [] for size in TRACE_PAGE_SIZES}
     kept = True
     for name in trace_names():
         prompts, outputs = trace_lengths(name)
@@ -99,26 +100,25 @@ def _traces(part: Part) -> None:
         count = 200 * TRACE_ROWS
         lengths = (prompts.draw(count, random) + outputs.draw(count, random)).tolist()
         contiguous = fill(ContiguousPool(memory, longest), _ones(lengths, longest))
-        useful = np.mean(lengths[:TRACE_ROWS]) / longest
-        cells: list[str | int | float] = [name, longest, f"{100 * useful:.1f} %"]
-        for size in (16, 128):
+        useful = share(sum(lengths[:TRACE_ROWS]), memory)
+        for size, own in rows.items():
             paged = fill(PagePool(memory // size, size), lengths)
             kept &= paged.most_wasted < size and paged.sequences > contiguous.sequences
-            cells += [paged.sequences, paged.wasted_each, share(paged.used, paged.reserved)]
-        rows.append(tuple(cells))
+            own.append(
+                (
+                    name, longest, useful, paged.sequences, paged.wasted_each,
+                    share(paged.used, paged.reserved),
+                )
+            )  # fmt: skip
         kept &= contiguous.sequences == TRACE_ROWS
-    part.show(
-        Table(
-            f"Requests of public traces in the memory of {TRACE_ROWS} reservations",
-            (
-                "", "longest", "useful", "fit (16)", "wasted (16)", "useful (16)", "fit (128)",
-                "wasted (128)", "useful (128)",
-            ),
-            tuple(rows),
-            note=f"First the contiguous cache, which always holds {TRACE_ROWS}; then pages of 16 "
-            "tokens, then of 128: how many fit, tokens wasted a sequence, useful share.",
+    for size, own in rows.items():
+        part.show(
+            Table(
+                f"Requests of public traces, {TRACE_ROWS} reservations against pages of {size}",
+                ("", "reserved", "useful", "fit in pages", "wasted each", "useful in pages"),
+                tuple(own),
+            )
         )
-    )  # fmt: skip
     part.claim("Every trace fits more often in pages than in reservations.", kept)
 
 
