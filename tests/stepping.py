@@ -70,8 +70,8 @@ class Stepper:
 
     def step(self, chunks: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
         """Logits ``[tokens, vocab]`` of every token of every chunk."""
-        logits = self.decoder.forward(self.batch(chunks, every=True), self.kv).clone()
-        parts = logits.split([len(chunk) for chunk in chunks.values()])
+        logits = self.decoder.forward(self.batch(chunks, every=True), self.kv).copy()
+        parts = torch.from_numpy(logits).split([len(chunk) for chunk in chunks.values()])
         return dict(zip(chunks, parts, strict=True))
 
     def run(self, name: str, ids: Sequence[int], chunk: int = 1 << 30) -> Tensor:

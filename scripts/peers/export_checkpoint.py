@@ -12,11 +12,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from turnstile.kernels.base import HeadWeights, LayerWeights
+from turnstile.kernels.base import FloatArray, HeadWeights, LayerWeights, Matrix
+from turnstile.kernels.bfloat16 import bfloat16_bits
 from turnstile.models.default_model import NAME
 from turnstile.models.loading import load_weights
 from turnstile.models.source import ModelSource, resolve
@@ -45,17 +47,17 @@ LAYER = {
 class Collector:
     """Stands where a backend would: keeps the tensors under Hugging Face's names."""
 
-    load_dtype = torch.bfloat16
+    load_format = "bfloat16"
 
     def __init__(self, tied: bool) -> None:
         self.tensors: dict[str, Tensor] = {}
         self._tied = tied
         self._layers = 0
 
-    def prepare_embedding(self, table: Tensor) -> None:
+    def prepare_embedding(self, table: Matrix) -> None:
         self._keep("model.embed_tokens.weight", table)
 
-    def prepare_layer(self, layer: LayerWeights, inv_freq: Tensor, rope_scale: float) -> None:
+    def prepare_layer(self, layer: LayerWeights, inv_freq: FloatArray, rope_scale: float) -> None:
         for ours, theirs in LAYER.items():
             tensor = getattr(layer, ours)
             if tensor is not None:
@@ -67,8 +69,9 @@ class Collector:
         if not self._tied:
             self._keep("lm_head.weight", head.projection)
 
-    def _keep(self, name: str, tensor: Tensor) -> None:
-        self.tensors[name] = tensor.to(torch.bfloat16).contiguous().clone()
+    def _keep(self, name: str, array: Matrix) -> None:
+        bits = array if array.dtype == np.uint16 else bfloat16_bits(array)
+        self.tensors[name] = torch.from_numpy(bits.copy()).view(torch.bfloat16)
 
 
 def config_of(source: ModelSource) -> dict[str, Any]:

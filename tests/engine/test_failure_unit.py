@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from engine.serving import Answer, Engine
 from tiny_models import make_tiny_llama
@@ -20,7 +20,7 @@ from turnstile.engine.executor import ChunkResult
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.runner import Runner
 from turnstile.engine.sampler import BAD_LOGITS
-from turnstile.kernels.base import FlatBatch
+from turnstile.kernels.base import FlatBatch, FloatArray
 from turnstile.text.errors import GrammarError
 from turnstile.text.grammar import GrammarState
 
@@ -78,12 +78,12 @@ def test_a_row_of_nan_ends_its_request_alone(
         plans.append(plan)
         return execute(plan)
 
-    def poisoned(batch: FlatBatch, kv: object) -> Tensor:
+    def poisoned(batch: FlatBatch, kv: object) -> FloatArray:
         logits = forward(batch, kv)  # type: ignore[arg-type]
         row = 0
         for chunk in plans[-1].chunks:
             if chunk.sequence.request.id == "bad" and chunk.sequence.num_outputs == 2:
-                logits[row] = torch.nan
+                logits[row] = np.nan
             row += bool(chunk.samples)
         return logits
 

@@ -15,6 +15,7 @@ from tiny_models import make_tiny_llama
 from turnstile import LLM, AsyncLLM, SamplingParams
 from turnstile.core.admission import NeverFitsError
 from turnstile.engine.params import ParameterError
+from turnstile.kernels.native import available
 
 SETTINGS = {
     "dtype": "float32", "backend": "reference", "threads": 1, "num_pages": 200,
@@ -171,3 +172,18 @@ def test_the_side_that_serves_clients_needs_no_torch() -> None:
         " turnstile.llm; print('torch' in sys.modules)"
     )
     assert said_by(code) == ["False"]
+
+
+@pytest.mark.skipif(not available()[0], reason="the native kernels are not installed")
+def test_native_kernels_serve_without_torch(model: Path) -> None:
+    """A draw, filters, penalties, a bias and log-probabilities included."""
+    code = f"""
+import sys
+from turnstile import LLM, SamplingParams
+params = SamplingParams(max_tokens=4, seed=1, top_k=5, top_p=0.9, presence_penalty=0.5,
+                        logit_bias={{9: 1.0}}, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+with LLM({str(model)!r}, backend="native", num_pages=64, threads=1) as llm:
+    (output,) = llm.generate("hello there", params)
+print(len(output.outputs[0].token_ids), 'torch' in sys.modules)
+"""
+    assert said_by(code) == ["4", "False"]

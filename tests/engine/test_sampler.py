@@ -41,7 +41,8 @@ def row(seed: int = 0) -> torch.Tensor:
 
 
 def draw_all(sampler: Sampler, logits: torch.Tensor, draws: list[Draw]) -> list[Drawn]:
-    return sampler.draw(logits, sampler.likeliest(logits), draws)
+    rows = logits.numpy()
+    return sampler.draw(rows, sampler.likeliest(rows), draws)
 
 
 def draw(sampler: Sampler, logits: torch.Tensor, one: Job, position: int = 0) -> Drawn:

@@ -12,7 +12,7 @@ def test_the_reference_is_there_for_every_float_format() -> None:
     for weight_format in ("float32", "bfloat16"):
         backend = create_backend("cpu", weight_format, name="reference")
         assert (backend.name, backend.exact) == ("reference", True)
-        assert backend.load_dtype == getattr(torch, weight_format)
+        assert backend.load_format == weight_format
 
 
 def test_a_refusal_names_every_backend_and_its_reason() -> None:

@@ -164,7 +164,7 @@ def test_every_format_is_near_the_reference(
 def test_a_nan_stays_in_its_own_row(decoder: Decoder) -> None:
     """Token 5 is made to embed as NaN: its sequence must show it, its neighbour must not."""
     stepper = Stepper(decoder)
-    table = torch.full((333, decoder.config.hidden_size), torch.nan)
+    table = np.full((333, decoder.config.hidden_size), np.nan, np.float32)
     good = Stepper(decoder).run("good", PROMPT[:20])
     embedding = decoder.weights.embedding
     decoder.weights.embedding = decoder.backend.prepare_embedding(table)
@@ -173,7 +173,7 @@ def test_a_nan_stays_in_its_own_row(decoder: Decoder) -> None:
     finally:
         decoder.weights.embedding = embedding
     assert bad.isnan().all()
-    assert decoder.backend.log_normalizer(bad).isnan().all()
+    assert np.isnan(decoder.backend.log_normalizer(bad.numpy())).all()
     both = stepper.step({"bad": [7], "good": PROMPT[:20]})
     assert both["bad"].isnan().all()
     assert torch.equal(both["good"], good)

@@ -19,6 +19,7 @@ from turnstile.kernels.base import (
     AttentionShape,
     Backend,
     FlatBatch,
+    FloatArray,
     HeadWeights,
     KvShape,
     LayerWeights,
@@ -54,14 +55,15 @@ class Case:
         random = torch.Generator().manual_seed(self.seed)
         q, kv = self.kv_heads * self.group * self.head_dim, self.kv_heads * self.head_dim
 
-        def matrix(rows: int, columns: int) -> Tensor:
-            return torch.randn(rows, columns, generator=random) * 1.5 / columns**0.5
+        def matrix(rows: int, columns: int) -> FloatArray:
+            values = torch.randn(rows, columns, generator=random) * 1.5 / columns**0.5
+            return values.numpy()
 
-        def norm(size: int) -> Tensor:
-            return 1 + 0.2 * torch.randn(size, generator=random)
+        def norm(size: int) -> FloatArray:
+            return (1 + 0.2 * torch.randn(size, generator=random)).numpy()
 
-        def bias(size: int) -> Tensor | None:
-            return torch.randn(size, generator=random) if self.biased else None
+        def bias(size: int) -> FloatArray | None:
+            return torch.randn(size, generator=random).numpy() if self.biased else None
 
         return LayerWeights(
             AttentionShape(
@@ -123,16 +125,16 @@ class Case:
     def run(self, backend: Backend) -> Tensor:
         """Logits of every new token."""
         random = torch.Generator().manual_seed(self.seed + 1)
-        table = torch.randn(VOCAB, self.hidden, generator=random)
-        inv_freq = 10000.0 ** (-torch.arange(0, self.head_dim, 2) / self.head_dim)
+        table = torch.randn(VOCAB, self.hidden, generator=random).numpy()
+        inv_freq = 10000.0 ** (-np.arange(0, self.head_dim, 2, dtype=np.float32) / self.head_dim)
         embedding = backend.prepare_embedding(table)
         layer = backend.prepare_layer(self.layer(), inv_freq, 1.0)
-        head = backend.prepare_head(HeadWeights(torch.ones(self.hidden), table, 1e-5))
+        head = backend.prepare_head(HeadWeights(np.ones(self.hidden, np.float32), table, 1e-5))
         pages = sum(-(-(a + b) // self.page_size) for a, b in self.sequences) + 2
         kv = backend.allocate_kv(KvShape(1, self.kv_heads, self.head_dim, self.page_size, pages))
         if isinstance(backend, NativeBackend):
             kv.bytes()[:] = 0xFF  # type: ignore[attr-defined]
-        logits = torch.empty(0)
+        logits = np.empty(0, np.float32)
         for batch in self.batches():
             step = backend.begin(batch)
             backend.embed(embedding, step)
@@ -142,7 +144,7 @@ class Case:
             backend.mlp_input(layer, step)
             backend.mlp_output(layer, step)
             logits = backend.head(head, step)
-        return logits.clone()
+        return torch.from_numpy(logits.copy())
 
 
 def error(got: Tensor, expected: Tensor) -> float:

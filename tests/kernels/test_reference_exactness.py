@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -164,7 +165,7 @@ def test_a_sequence_with_nan_spoils_nobody_else(decoder: Decoder) -> None:
     logits = stepper.step({"bad": [1], "me": PROMPT[100:]})
     assert logits["bad"].isnan().all()
     assert torch.equal(logits["me"], alone(decoder)[100:])
-    assert decoder.backend.log_normalizer(logits["bad"]).isnan().all()
+    assert np.isnan(decoder.backend.log_normalizer(logits["bad"].numpy())).all()
 
 
 def test_a_copied_page_carries_a_fork(decoder: Decoder) -> None:
@@ -182,8 +183,8 @@ def test_a_copied_page_carries_a_fork(decoder: Decoder) -> None:
 def test_only_the_rows_asked_for_get_logits(decoder: Decoder) -> None:
     stepper = Stepper(decoder)
     batch = stepper.batch({"me": PROMPT[:20]}, every=True)
-    whole = decoder.forward(batch, stepper.kv).clone()
+    whole = decoder.forward(batch, stepper.kv).copy()
     batch.logit_rows = batch.logit_rows[[3, 19]]
-    assert torch.equal(decoder.forward(batch, stepper.kv), whole[[3, 19]])
+    assert np.array_equal(decoder.forward(batch, stepper.kv), whole[[3, 19]])
     batch.logit_rows = batch.logit_rows[:0]
     assert decoder.forward(batch, stepper.kv).shape == (0, 333)

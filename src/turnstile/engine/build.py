@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,9 +68,6 @@ def load_model(config: EngineConfig, report: Report = lambda stage, fraction: No
     ModelError, BackendError
         With a sentence that says what to change.
     """
-    # Torch takes a second to import: only the process that computes pays for it.
-    import torch
-
     from turnstile.kernels import create_backend
     from turnstile.models.decoder import Decoder
     from turnstile.models.source import resolve
@@ -82,9 +80,6 @@ def load_model(config: EngineConfig, report: Report = lambda stage, fraction: No
     backend = create_backend(
         device, weight_format, _kv_format(config), config.exact, threads, name=name
     )
-    if backend.name == "native":
-        # Its own threads compute; a second pool of spinning ones would only be in their way.
-        torch.set_num_threads(1)
     decoder = Decoder.load(
         source, backend, lambda done, total: report("weights", done / max(1, total))
     )
@@ -104,7 +99,7 @@ def _build_real(
     source, decoder, backend = model.source, model.decoder, model.decoder.backend
     page_bytes = backend.kv_page_bytes(decoder.kv_shape(config.page_size, 1))
     max_positions = source.config.max_positions
-    num_pages = pool_pages(config, page_bytes, max_positions, str(backend.device))
+    num_pages = pool_pages(config, page_bytes, max_positions, backend.device)
     max_model_len = _max_model_len(config, max_positions, num_pages)
     kv = backend.allocate_kv(decoder.kv_shape(config.page_size, num_pages))
     builder = BatchBuilder(
@@ -128,7 +123,7 @@ def _build_real(
         weight_bytes=source.config.num_parameters * _WEIGHT_BYTES[model.weight_format],
         num_parameters=source.config.num_parameters,
         backend=backend.name,
-        device=str(backend.device),
+        device=backend.device,
         threads=model.threads,
         exact=backend.exact,
         load_seconds=time.monotonic() - began,
@@ -258,6 +253,8 @@ def _max_model_len(config: EngineConfig, max_positions: int, num_pages: int) -> 
 
 
 def _best_device() -> str:
+    if sys.platform == "linux" and not any(map(os.path.exists, _GPU_NODES)):
+        return "cpu"  # no need to ask torch, which takes a second and 200 MB to import
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -284,5 +281,8 @@ def _kv_format(config: EngineConfig) -> str | None:
     """The form of K and V as backends take it; None: that of the weights."""
     return None if config.kv_cache_dtype == "auto" else config.kv_cache_dtype
 
+
+_GPU_NODES = ("/dev/nvidiactl", "/dev/nvhost-ctrl-gpu", "/dev/kfd", "/dev/dxg")
+"""What the drivers of GPUs make on Linux: NVIDIA's, that of its small boards, AMD's, Windows's."""
 
 _WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}

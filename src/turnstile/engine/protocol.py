@@ -22,7 +22,7 @@ import msgspec
 from turnstile.engine.params import SamplingParams
 
 PRELOAD = "--preload"
-"""Tells a new engine process to import torch, which takes a second, before it reads its setup."""
+"""Tells a new engine process to import what it computes with before it reads its setup."""
 
 # -- API process to engine --------------------------------------------------------------------
 

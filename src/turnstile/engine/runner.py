@@ -7,9 +7,6 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from turnstile.core.plan import Chunk, Plan
 from turnstile.core.request import Sequence
 from turnstile.engine.batch import BatchBuilder, num_logit_rows, num_scored
@@ -18,7 +15,7 @@ from turnstile.engine.executor import ChunkResult
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import TokenLogprobs
 from turnstile.engine.sampler import BAD_LOGITS, Draw, Drawn, Sampler
-from turnstile.kernels.base import Opaque
+from turnstile.kernels.base import FloatArray, Opaque
 from turnstile.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -61,11 +58,9 @@ class Runner:
         self._jobs.pop(sequence, None)
         self._builder.forget(sequence)
 
-    @torch.inference_mode()
     def copy_pages(self, copies: Seq[tuple[int, int]]) -> None:
         self._decoder.backend.copy_pages(self._kv, list(copies))
 
-    @torch.inference_mode()
     def execute(self, plan: Plan) -> list[ChunkResult]:
         batch = self._builder.build(plan)
         logits = self._decoder.forward(batch, self._kv)
@@ -100,7 +95,7 @@ class Runner:
         return [Draw(job, first + i, sequence.index, position + i) for i in range(chunk.samples)]
 
     def _result(
-        self, chunk: Chunk, logits: Tensor, end: int, drawn: Iterator[Drawn]
+        self, chunk: Chunk, logits: FloatArray, end: int, drawn: Iterator[Drawn]
     ) -> ChunkResult:
         """What came of a chunk whose logits end before row ``end``, and whose draws are next."""
         draws = list(islice(drawn, chunk.samples))
@@ -118,7 +113,7 @@ class Runner:
                 return ChunkResult(error=BAD_LOGITS)
         return ChunkResult(tuple(tokens), None, logprobs or None, scored)
 
-    def _score(self, chunk: Chunk, logits: Tensor) -> list[TokenLogprobs]:
+    def _score(self, chunk: Chunk, logits: FloatArray) -> list[TokenLogprobs]:
         sequence = chunk.sequence
         count = num_scored(chunk)
         targets = sequence.tokens[chunk.start + 1 : chunk.start + 1 + count]

@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from turnstile.engine.constraints import Job, Logits
 from turnstile.engine.protocol import NOTHING_ALLOWED as NOTHING_ALLOWED
@@ -59,21 +57,20 @@ class Sampler:
         self._backend = backend
         self._scratch = np.empty(0, dtype=np.float32)
 
-    def likeliest(self, logits: Tensor) -> Likeliest:
+    def likeliest(self, logits: Logits) -> Likeliest:
         """Look at all rows of ``logits`` ``[R, vocab]`` (float32) in one pass."""
         if not len(logits):
             return Likeliest([], [])
-        ids = self._backend.argmax(logits).cpu().numpy()
-        values = _on_cpu(logits)[np.arange(len(ids)), ids]
+        ids = self._backend.argmax(logits)
+        values = logits[np.arange(len(ids)), ids]
         return Likeliest(ids.tolist(), np.isfinite(values).tolist())
 
-    def draw(self, logits: Tensor, likeliest: Likeliest, draws: Seq[Draw]) -> list[Drawn]:
+    def draw(self, logits: Logits, likeliest: Likeliest, draws: Seq[Draw]) -> list[Drawn]:
         """Draw from ``logits`` ``[R, vocab]`` (float32, left as it is), whose :meth:`likeliest`
         tokens are known.
         """
         if not draws:
             return []
-        rows = _on_cpu(logits)
         tokens: list[int] = []
         errors: dict[int, str] = {}
         for i, draw in enumerate(draws):
@@ -82,7 +79,7 @@ class Sampler:
                 errors[i] = BAD_LOGITS
             elif draw.job.constrained or not draw.job.params.greedy:
                 try:
-                    token = self._draw_one(rows[draw.row], draw)
+                    token = self._draw_one(logits[draw.row], draw)
                 except TextError as error:
                     errors[i] = str(error)
                 if token < 0:
@@ -90,17 +87,16 @@ class Sampler:
             tokens.append(token)
         return self._with_logprobs(logits, draws, tokens, errors)
 
-    def score(self, logits: Tensor, targets: Seq[int], top: int) -> list[TokenLogprobs]:
+    def score(self, logits: Logits, targets: Seq[int], top: int) -> list[TokenLogprobs]:
         """Log-probabilities of ``targets``, one for each row of ``logits``, and of ``top`` more."""
         if not len(targets):
             return []
-        index = torch.arange(len(targets))
-        normalizer = self._backend.log_normalizer(logits).cpu()
-        chosen = logits[index, torch.as_tensor(list(targets))].cpu() - normalizer
+        normalizer = self._backend.log_normalizer(logits)
+        chosen = logits[np.arange(len(targets)), targets] - normalizer
         if not top:
             return [TokenLogprobs(value) for value in chosen.tolist()]
         values, ids = self._backend.top_k(logits, top)
-        values = values.cpu() - normalizer[:, None]
+        values = values - normalizer[:, None]
         return [
             TokenLogprobs(value, list(zip(token_ids, logprobs, strict=True)))
             for value, token_ids, logprobs in zip(
@@ -109,7 +105,7 @@ class Sampler:
         ]
 
     def _with_logprobs(
-        self, logits: Tensor, draws: Seq[Draw], tokens: list[int], errors: dict[int, str]
+        self, logits: Logits, draws: Seq[Draw], tokens: list[int], errors: dict[int, str]
     ) -> list[Drawn]:
         wanted: dict[int, list[int]] = {}
         for i, draw in enumerate(draws):
@@ -137,8 +133,8 @@ class Sampler:
             return -1
         ids: npt.NDArray[np.int64] | None = None
         if 0 < params.top_k < len(row):
-            top, top_ids = self._backend.top_k(torch.from_numpy(row)[None], params.top_k)
-            row, ids = top[0].numpy(), top_ids[0].numpy()
+            top, top_ids = self._backend.top_k(row[None], params.top_k)
+            row, ids = top[0], top_ids[0]
         weights = self._weights(row, largest, params.temperature)
         if params.top_p < 1.0 or params.min_p > 0.0:
             weights, ids = _filter(weights, ids, params.top_p, params.min_p)
@@ -154,11 +150,6 @@ class Sampler:
         np.subtract(row, largest, out=weights)
         np.divide(weights, np.float32(temperature), out=weights)
         return np.exp(weights, out=weights)
-
-
-def _on_cpu(logits: Tensor) -> Logits:
-    rows: Logits = logits.cpu().numpy()
-    return rows
 
 
 def _filter(

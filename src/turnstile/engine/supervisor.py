@@ -80,7 +80,7 @@ class ProcessEngine(JournaledClient):
     # -- EngineClient -----------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Start the process: it imports torch while this one imports what a server needs."""
+        """Start the process: it imports what it needs while this one does what a server does."""
         self._ahead = spawn(self.config)
 
     def abandon(self) -> None:

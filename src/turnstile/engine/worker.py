@@ -33,6 +33,7 @@ from turnstile.engine.protocol import (
     encode_message,
 )
 from turnstile.engine.wire import Channel
+from turnstile.kernels import preload
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if PRELOAD in sys.argv:
-        importlib.import_module("torch")
+        importlib.import_module("turnstile.engine.runner")
+        preload()
     told = sys.stdin.buffer.read()
     if not told:
         return 0  # the server did not come up: a taken port, a missing model

@@ -22,6 +22,15 @@ class BackendError(Exception):
     """No backend can do what was asked. The message says what can be done instead."""
 
 
+def preload() -> None:
+    """Import the backend that will probably be asked for: the first that can be had here. Of those
+    only ``reference`` needs torch, which takes more than a second.
+    """
+    native = importlib.import_module("turnstile.kernels.native")
+    if not native.available()[0]:
+        importlib.import_module("turnstile.kernels.reference")
+
+
 def create_backend(
     device: str = "cpu",
     weight_format: str = "float32",

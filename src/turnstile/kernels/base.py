@@ -26,14 +26,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
+LoadFormat = Literal["float32", "bfloat16"]
 Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+Matrix = npt.NDArray[np.float32 | np.uint16]
+"""A weight matrix ``[out, in]``: float32, or the bits of bfloat16, which numpy has no type for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +63,36 @@ class KvShape:
 
 @dataclass(slots=True)
 class LayerWeights:
-    """One decoder layer (matrices ``[out, in]`` in ``Backend.load_dtype``, vectors in float32).
+    """One decoder layer (matrices in ``Backend.load_format``, vectors in float32).
 
     ``q_norm`` and ``k_norm`` are per-head RMS norms (Qwen3), applied before RoPE.
     """
 
     attention: AttentionShape
-    input_norm: Tensor
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    o: Tensor
-    post_attention_norm: Tensor
-    gate: Tensor
-    up: Tensor
-    down: Tensor
+    input_norm: FloatArray
+    q: Matrix
+    k: Matrix
+    v: Matrix
+    o: Matrix
+    post_attention_norm: FloatArray
+    gate: Matrix
+    up: Matrix
+    down: Matrix
     norm_eps: float
-    q_bias: Tensor | None = None
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    q_norm: Tensor | None = None
-    k_norm: Tensor | None = None
+    q_bias: FloatArray | None = None
+    k_bias: FloatArray | None = None
+    v_bias: FloatArray | None = None
+    o_bias: FloatArray | None = None
+    q_norm: FloatArray | None = None
+    k_norm: FloatArray | None = None
 
 
 @dataclass(slots=True)
 class HeadWeights:
     """The final norm ``[hidden]`` and the output projection ``[vocab, hidden]``."""
 
-    norm: Tensor
-    projection: Tensor
+    norm: FloatArray
+    projection: Matrix
     norm_eps: float
 
 
@@ -150,23 +153,25 @@ class Backend(ABC):
     """
 
     name: str
-    device: torch.device
+    device: str
     exact: bool
-    load_dtype: torch.dtype = torch.float32
-    """The dtype matrices are handed over in (vectors: float32). Tensors given to ``prepare_*``
-    belong to the backend, which need not copy them again.
+    load_format: LoadFormat = "float32"
+    """How matrices are handed over (vectors: float32). Arrays given to ``prepare_*`` belong to the
+    backend, which need not copy them again.
     """
 
     # -- at load time -------------------------------------------------------------------------
 
     @abstractmethod
-    def prepare_embedding(self, table: Tensor) -> Opaque:
-        """Take the table ``[vocab, hidden]``. It may be the same tensor as the head's projection;
-        a backend that keeps the dtype must then not copy it twice.
+    def prepare_embedding(self, table: Matrix) -> Opaque:
+        """Take the table ``[vocab, hidden]``. It may be the same array as the head's projection;
+        a backend that keeps the format must then not copy it twice.
         """
 
     @abstractmethod
-    def prepare_layer(self, weights: LayerWeights, inv_freq: Tensor, rope_scale: float) -> Opaque:
+    def prepare_layer(
+        self, weights: LayerWeights, inv_freq: FloatArray, rope_scale: float
+    ) -> Opaque:
         """Take one layer. ``inv_freq[head_dim / 2]`` are the (already scaled) RoPE frequencies;
         ``rope_scale`` multiplies cos and sin (YaRN's attention factor). Pairs are (i, i + d/2).
         """
@@ -216,7 +221,7 @@ class Backend(ABC):
         """Add the down projection to hidden."""
 
     @abstractmethod
-    def head(self, head: Opaque, workspace: Opaque) -> Tensor:
+    def head(self, head: Opaque, workspace: Opaque) -> FloatArray:
         """Final norm and projection of ``batch.logit_rows``: float32 ``[R, vocab]``, valid until
         the next step.
         """
@@ -230,15 +235,15 @@ class Backend(ABC):
     # -- sampling helpers: row by row, so that the batch never shows in the result --------------
 
     @abstractmethod
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: FloatArray) -> Int64Array:
         """Lowest index of the largest value in each row: int64 ``[R]``. NaN rows are the
         sampler's business (see :meth:`log_normalizer`).
         """
 
     @abstractmethod
-    def log_normalizer(self, logits: Tensor) -> Tensor:
+    def log_normalizer(self, logits: FloatArray) -> FloatArray:
         """``log Σ exp`` of each row, float32 ``[R]``; NaN (or +inf) marks a bad row."""
 
     @abstractmethod
-    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, logits: FloatArray, k: int) -> tuple[FloatArray, Int64Array]:
         """The k largest of each row, descending, ties by lower index: values and int64 indices."""

@@ -4,6 +4,8 @@ Operations of a step are recorded; :meth:`NativeBackend.head` runs them in one c
 interpreter's lock, on one team of threads. So a step's K and V are in their pages, and its hidden
 states computed, when ``head`` has returned, and not before. Rows never depend on the batch, for any
 weight format: every accumulation runs in an order that the row's own position fixes.
+
+Nothing here needs torch, which takes more than a second and 200 MB to import.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from turnstile.kernels.base import (
     Backend,
     FlatBatch,
+    FloatArray,
     HeadWeights,
+    Int64Array,
     KvShape,
     LayerWeights,
+    Matrix,
     Opaque,
 )
+from turnstile.kernels.bfloat16 import bfloat16_bits
 from turnstile.kernels.native_heads import stored_head_dim, with_stored_heads
 
 if TYPE_CHECKING:
@@ -57,7 +61,7 @@ def available() -> tuple[bool, str]:
 
 def refusal(device: str, weight_format: str, kv_dtype: str | None) -> str | None:
     """Why this backend cannot serve, or None."""
-    if torch.device(device).type != "cpu":
+    if device.partition(":")[0] != "cpu":
         return "it computes on the CPU only"
     if weight_format not in FORMATS:
         return f"weights are kept as {', '.join(FORMATS)}"
@@ -113,7 +117,7 @@ class NativeBackend(Backend):
 
     name = "native"
     exact = True
-    load_dtype = torch.float32
+    device = "cpu"
 
     def __init__(
         self,
@@ -126,7 +130,6 @@ class NativeBackend(Backend):
         module, reason = _extension()
         if module is None:
             raise ModuleNotFoundError(reason)
-        self.device = torch.device("cpu")
         level = level or os.environ.get(LEVEL_VARIABLE) or module.levels()[0]
         self._module = module
         self._engine = module.Engine(level, threads or default_threads(), weight_format)
@@ -157,20 +160,20 @@ class NativeBackend(Backend):
 
     # -- at load time -------------------------------------------------------------------------
 
-    def prepare_embedding(self, table: Tensor) -> Opaque:
+    def prepare_embedding(self, table: Matrix) -> Opaque:
         """Keep the table: float32 as it is, else a bfloat16 copy."""
         if self._weight_format == "float32":
-            array = _floats(table)
-        else:
-            array = table.to(torch.bfloat16).contiguous().view(torch.int16).numpy()
-        return cast(Opaque, self._module.Embedding(array))
+            return cast(Opaque, self._module.Embedding(_floats(table)))
+        return cast(Opaque, self._module.Embedding(bfloat16_bits(_floats(table))))
 
-    def prepare_layer(self, weights: LayerWeights, inv_freq: Tensor, rope_scale: float) -> Opaque:
+    def prepare_layer(
+        self, weights: LayerWeights, inv_freq: FloatArray, rope_scale: float
+    ) -> Opaque:
         """Pack the matrices into panels; q, k, v become one product, gate and up another."""
         norm_width = weights.attention.head_dim
         weights = with_stored_heads(weights)
         shape = weights.attention
-        padded_freq = torch.zeros(shape.head_dim // 2)
+        padded_freq = np.zeros(shape.head_dim // 2, np.float32)
         padded_freq[: len(inv_freq)] = inv_freq
         layer = self._engine.layer(
             _floats(weights.input_norm),
@@ -188,7 +191,7 @@ class NativeBackend(Backend):
             _optional(weights.o_bias),
             _optional(weights.q_norm),
             _optional(weights.k_norm),
-            _floats(padded_freq),
+            padded_freq,
             rope_scale,
             shape.num_heads,
             shape.num_kv_heads,
@@ -264,10 +267,10 @@ class NativeBackend(Backend):
         """Record."""
         self._engine.mlp_output(layer)
 
-    def head(self, head: Opaque, workspace: Opaque) -> Tensor:
+    def head(self, head: Opaque, workspace: Opaque) -> FloatArray:
         """Run the step. The logits lie in native memory that the next step overwrites."""
         rows = len(cast(_Workspace, workspace).batch.logit_rows)
-        return torch.from_numpy(self._engine.run(head, rows))
+        return cast(FloatArray, self._engine.run(head, rows))
 
     # -- pages --------------------------------------------------------------------------------
 
@@ -279,26 +282,26 @@ class NativeBackend(Backend):
 
     # -- sampling helpers ---------------------------------------------------------------------
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: FloatArray) -> Int64Array:
         """One pass for the value, one up to its first place."""
         out = np.empty(len(logits), np.int64)
         self._engine.argmax(_rows(logits), out)
-        return torch.from_numpy(out)
+        return out
 
-    def log_normalizer(self, logits: Tensor) -> Tensor:
+    def log_normalizer(self, logits: FloatArray) -> FloatArray:
         """Sixteen partial sums in order, then a fixed tree."""
         out = np.empty(len(logits), np.float32)
         self._engine.log_normalizer(_rows(logits), out)
-        return torch.from_numpy(out)
+        return out
 
-    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, logits: FloatArray, k: int) -> tuple[FloatArray, Int64Array]:
         """A heap of k. ValueError unless ``1 <= k <= vocab``."""
         if not 1 <= k <= logits.shape[1]:
             raise ValueError(f"top_k needs 1 <= k <= {logits.shape[1]}, not {k}")
         values = np.empty((len(logits), k), np.float32)
         indices = np.empty((len(logits), k), np.int64)
         self._engine.top_k(_rows(logits), k, values, indices)
-        return torch.from_numpy(values), torch.from_numpy(indices)
+        return values, indices
 
 
 def _sizes(shape: KvShape) -> tuple[int, int, int, int]:
@@ -306,15 +309,14 @@ def _sizes(shape: KvShape) -> tuple[int, int, int, int]:
     return shape.num_layers, shape.num_kv_heads, head_dim, shape.page_size
 
 
-def _floats(tensor: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
-    return tensor.detach().to(torch.float32).contiguous().numpy()
+def _floats(array: Matrix) -> FloatArray:
+    return np.ascontiguousarray(array, np.float32)
 
 
-def _optional(tensor: Tensor | None) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    return None if tensor is None else _floats(tensor)
+def _optional(vector: FloatArray | None) -> FloatArray | None:
+    return None if vector is None else _floats(vector)
 
 
-def _rows(logits: Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+def _rows(logits: FloatArray) -> FloatArray:
     """Rows as they lie, copied only if they are no float32 or not contiguous inside."""
-    logits = logits.detach().to(torch.float32)
-    return (logits if logits.stride(1) == 1 else logits.contiguous()).numpy()
+    return logits if logits.strides[1] == logits.itemsize == 4 else _floats(logits)

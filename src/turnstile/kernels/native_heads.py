@@ -11,11 +11,13 @@ Zeros stay zeros under rotation, add nothing to a score and nothing to a result.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypeVar
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from turnstile.kernels.base import LayerWeights
+from turnstile.kernels.base import FloatArray, LayerWeights, Matrix
+
+_Array = TypeVar("_Array", FloatArray, Matrix)
 
 _HALF = 8  # values of half a head: two halves fill a vector of 16
 
@@ -27,13 +29,13 @@ def stored_head_dim(head_dim: int) -> int:
     return -(-head_dim // (2 * _HALF)) * 2 * _HALF
 
 
-def spread(rows: Tensor, head_dim: int) -> Tensor:
+def spread(rows: _Array, head_dim: int) -> _Array:
     """``[heads * head_dim, ...]`` to ``[heads * stored, ...]``, zeros after each half."""
     half, stored = head_dim // 2, stored_head_dim(head_dim) // 2
     heads = rows.shape[0] // head_dim
-    out = torch.zeros((heads, 2, stored, *rows.shape[1:]), dtype=rows.dtype)
-    out[:, :, :half] = rows.view(heads, 2, half, *rows.shape[1:])
-    return out.flatten(0, 2)
+    out = np.zeros((heads, 2, stored, *rows.shape[1:]), rows.dtype)
+    out[:, :, :half] = rows.reshape(heads, 2, half, *rows.shape[1:])
+    return out.reshape(heads * 2 * stored, *rows.shape[1:])
 
 
 def with_stored_heads(weights: LayerWeights) -> LayerWeights:
@@ -43,7 +45,7 @@ def with_stored_heads(weights: LayerWeights) -> LayerWeights:
     if stored == head_dim:
         return weights
 
-    def wide(rows: Tensor | None) -> Tensor | None:
+    def wide(rows: FloatArray | None) -> FloatArray | None:
         return None if rows is None else spread(rows, head_dim)
 
     return replace(
@@ -52,7 +54,7 @@ def with_stored_heads(weights: LayerWeights) -> LayerWeights:
         q=spread(weights.q, head_dim),
         k=spread(weights.k, head_dim),
         v=spread(weights.v, head_dim),
-        o=spread(weights.o.T.contiguous(), head_dim).T,
+        o=spread(weights.o.T, head_dim).T,
         q_bias=wide(weights.q_bias),
         k_bias=wide(weights.k_bias),
         v_bias=wide(weights.v_bias),

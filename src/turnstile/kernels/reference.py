@@ -22,9 +22,13 @@ from turnstile.kernels.base import (
     AttentionShape,
     Backend,
     FlatBatch,
+    FloatArray,
     HeadWeights,
+    Int64Array,
     KvShape,
     LayerWeights,
+    LoadFormat,
+    Matrix,
     Opaque,
 )
 from turnstile.kernels.paged_attention import AttentionPlan, LayerPages, attend, plan_attention
@@ -35,7 +39,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def refusal(device: str, weight_format: str, kv_dtype: str | None) -> str | None:
     """Why this backend cannot serve, or None."""
-    kind = torch.device(device).type
+    kind = device.partition(":")[0]
     if kind == "cuda" and not torch.cuda.is_available():
         return "this torch sees no CUDA device"
     if kind not in ("cpu", "cuda"):
@@ -53,8 +57,8 @@ def create(
     """Build the backend; K and V default to the format of the weights."""
     if threads is not None:
         torch.set_num_threads(threads)
-    kv = DTYPES[kv_dtype or weight_format]
-    return ReferenceBackend(torch.device(device), DTYPES[weight_format], kv, exact)
+    form: LoadFormat = "bfloat16" if weight_format == "bfloat16" else "float32"
+    return ReferenceBackend(device, form, DTYPES[kv_dtype or weight_format], exact)
 
 
 @dataclass(eq=False, slots=True)
@@ -123,26 +127,29 @@ class ReferenceBackend(Backend):
     name = "reference"
 
     def __init__(
-        self, device: torch.device, weight_dtype: torch.dtype, kv_dtype: torch.dtype, exact: bool
+        self, device: str, load_format: LoadFormat, kv_dtype: torch.dtype, exact: bool
     ) -> None:
         self.device = device
         self.exact = exact
-        self.load_dtype = weight_dtype
+        self.load_format = load_format
+        self._dtype = DTYPES[load_format]
         self._kv_dtype = kv_dtype
         self._probe = TileProbe()
         self._ropes: list[_Rope] = []
-        self._table: tuple[weakref.ref[Tensor], Tensor] | None = None
+        self._table: tuple[weakref.ref[Matrix], Tensor] | None = None
         self._buffers: dict[torch.dtype, Tensor] = {}
 
     # -- at load time -------------------------------------------------------------------------
 
-    def prepare_embedding(self, table: Tensor) -> Opaque:
+    def prepare_embedding(self, table: Matrix) -> Opaque:
         """Keep the table in the weights' dtype, padded for the head that may share it."""
-        stored = padded_outputs(table.to(self.device, self.load_dtype))
+        stored = padded_outputs(self._matrix(table))
         self._table = (weakref.ref(table), stored)
         return stored
 
-    def prepare_layer(self, weights: LayerWeights, inv_freq: Tensor, rope_scale: float) -> Opaque:
+    def prepare_layer(
+        self, weights: LayerWeights, inv_freq: FloatArray, rope_scale: float
+    ) -> Opaque:
         """Fuse q, k, v and gate, up into one matrix each."""
         biases = (weights.q_bias, weights.k_bias, weights.v_bias)
         present = [bias for bias in biases if bias is not None]
@@ -152,42 +159,53 @@ class ReferenceBackend(Backend):
             eps=weights.norm_eps,
             input_norm=self._vector(weights.input_norm),
             qkv=self._projection(
-                torch.cat((weights.q, weights.k, weights.v)),
-                torch.cat(present) if present else None,
+                self._matrix(np.concatenate((weights.q, weights.k, weights.v))),
+                self._vector(np.concatenate(present)) if present else None,
             ),
             q_norm=None if weights.q_norm is None else self._vector(weights.q_norm),
             k_norm=None if weights.k_norm is None else self._vector(weights.k_norm),
-            o=self._projection(weights.o, weights.o_bias),
+            o=self._projection(
+                self._matrix(weights.o),
+                None if weights.o_bias is None else self._vector(weights.o_bias),
+            ),
             post_attention_norm=self._vector(weights.post_attention_norm),
-            gate_up=self._projection(torch.cat((weights.gate, weights.up))),
-            down=self._projection(weights.down),
+            gate_up=self._projection(self._matrix(np.concatenate((weights.gate, weights.up)))),
+            down=self._projection(self._matrix(weights.down)),
         )
 
     def prepare_head(self, weights: HeadWeights) -> Opaque:
         """Keep the projection, or share the embedding's copy where they are tied."""
-        matrix = weights.projection
-        if self._table is not None and self._table[0]() is matrix:  # tied: one copy serves both
-            matrix = self._table[1]
+        if self._table is not None and self._table[0]() is weights.projection:
+            matrix = self._table[1]  # tied: one copy serves both
+        else:
+            matrix = self._matrix(weights.projection)
         projection = self._projection(matrix, outputs=weights.projection.shape[0])
         return _Head(self._vector(weights.norm), projection, weights.norm_eps)
 
-    def _vector(self, vector: Tensor) -> Tensor:
-        return vector.to(self.device, torch.float32)
+    def _matrix(self, matrix: Matrix) -> Tensor:
+        """The same memory as a tensor, or a copy of it on the device."""
+        tensor = torch.from_numpy(np.ascontiguousarray(matrix))
+        return (tensor.view(torch.bfloat16) if matrix.dtype == np.uint16 else tensor).to(
+            self.device, self._dtype
+        )
+
+    def _vector(self, vector: FloatArray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(vector, np.float32)).to(self.device)
 
     def _projection(
         self, weight: Tensor, bias: Tensor | None = None, outputs: int | None = None
     ) -> Projection:
         outputs = outputs or weight.shape[0]
-        stored = padded_outputs(weight.to(self.device, self.load_dtype))
+        stored = padded_outputs(weight)
         tiles = self._probe.tiles(stored) if self.exact else None
-        return Projection(stored, outputs, tiles, None if bias is None else self._vector(bias))
+        return Projection(stored, outputs, tiles, bias)
 
-    def _rope(self, inv_freq: Tensor, scale: float) -> _Rope:
-        inv_freq = inv_freq.to(self.device, torch.float32)
+    def _rope(self, inv_freq: FloatArray, scale: float) -> _Rope:
+        turns = self._vector(inv_freq)
         for rope in self._ropes:
-            if rope.scale == scale and torch.equal(rope.inv_freq, inv_freq):
+            if rope.scale == scale and torch.equal(rope.inv_freq, turns):
                 return rope
-        self._ropes.append(_Rope(inv_freq, scale))
+        self._ropes.append(_Rope(turns, scale))
         return self._ropes[-1]
 
     def kv_page_bytes(self, shape: KvShape) -> int:
@@ -248,7 +266,7 @@ class ReferenceBackend(Backend):
         weights, step, pool = cast(_Layer, layer), cast(_Workspace, workspace), cast(_Pool, kv)
         shape = weights.attention
         if shape not in step.plans:
-            step.plans[shape] = plan_attention(step.batch, shape, pool.zero_page, self.device)
+            step.plans[shape] = plan_attention(step.batch, shape, pool.zero_page, step.ids.device)
         q = step.q[: step.num_tokens]
         step.attended = torch.zeros_like(step.q).flatten(1)
         result = attend(q, pool.layers[index], step.plans[shape], shape)
@@ -271,12 +289,13 @@ class ReferenceBackend(Backend):
         weights, step = cast(_Layer, layer), cast(_Workspace, workspace)
         step.hidden += self._product(step.activated, weights.down)
 
-    def head(self, head: Opaque, workspace: Opaque) -> Tensor:
-        """Logits of the chosen rows: a view of scratch that the next step overwrites."""
+    def head(self, head: Opaque, workspace: Opaque) -> FloatArray:
+        """Logits of the chosen rows: on a CPU a view of scratch that the next step overwrites."""
         weights, step = cast(_Head, head), cast(_Workspace, workspace)
         chosen = step.hidden[step.logit_rows]
         normed = row_math.rms_norm(chosen, weights.norm, weights.eps)
-        return self._product(normed, weights.projection)[: len(step.batch.logit_rows)]
+        logits = self._product(normed, weights.projection)[: len(step.batch.logit_rows)]
+        return cast(FloatArray, logits.cpu().numpy())
 
     def _padded(self, rows: int) -> int:
         return -(-rows // UNIT) * UNIT if self.exact else rows
@@ -284,7 +303,7 @@ class ReferenceBackend(Backend):
     def _product(self, x: Tensor, projection: Projection) -> Tensor:
         """Float32 ``x @ weight.T + bias`` in a buffer that the next product overwrites."""
         size = (len(x), projection.weight.shape[0])
-        result = multiply(x.to(self.load_dtype), projection, self._buffer(size, self.load_dtype))
+        result = multiply(x.to(self._dtype), projection, self._buffer(size, self._dtype))
         result = result.to(torch.float32)
         return result if projection.bias is None else result + projection.bias
 
@@ -344,14 +363,15 @@ class ReferenceBackend(Backend):
 
     # -- sampling helpers ---------------------------------------------------------------------
 
-    def argmax(self, logits: Tensor) -> Tensor:
+    def argmax(self, logits: FloatArray) -> Int64Array:
         """See :func:`row_math.argmax`."""
-        return row_math.argmax(logits)
+        return cast(Int64Array, row_math.argmax(torch.from_numpy(logits)).numpy())
 
-    def log_normalizer(self, logits: Tensor) -> Tensor:
+    def log_normalizer(self, logits: FloatArray) -> FloatArray:
         """See :func:`row_math.log_normalizer`."""
-        return row_math.log_normalizer(logits)
+        return cast(FloatArray, row_math.log_normalizer(torch.from_numpy(logits)).numpy())
 
-    def top_k(self, logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def top_k(self, logits: FloatArray, k: int) -> tuple[FloatArray, Int64Array]:
         """See :func:`row_math.top_k`."""
-        return row_math.top_k(logits, k)
+        values, ids = row_math.top_k(torch.from_numpy(logits), k)
+        return cast(FloatArray, values.numpy()), cast(Int64Array, ids.numpy())

@@ -26,6 +26,7 @@ from turnstile.kernels.base import (
     AttentionShape,
     Backend,
     FlatBatch,
+    FloatArray,
     HeadWeights,
     KvShape,
     LayerWeights,
@@ -128,18 +129,18 @@ class Problem:
             logit_rows=_int32(offsets[1:] - 1),
         )
 
-    def weights(self) -> tuple[Tensor, LayerWeights, HeadWeights]:
+    def weights(self) -> tuple[FloatArray, LayerWeights, HeadWeights]:
         """An embedding of one row a token of the problem, the layer and the head."""
         random = torch.Generator().manual_seed(self.seed)
         kv, width = self.kv_heads * self.head_dim, self.width
 
-        def matrix(outputs: int) -> Tensor:
-            values: Tensor = torch.randn(outputs, width, generator=random) * width**-0.5
-            return values
+        def matrix(outputs: int) -> FloatArray:
+            values: FloatArray = torch.randn(outputs, width, generator=random).numpy()
+            return values * np.float32(width**-0.5)
 
-        one, identity = torch.ones(width), torch.eye(width)
-        nothing = torch.zeros(width, width)
-        embedding = torch.randn(sum(self.lengths), width, generator=random)
+        one, identity = np.ones(width, np.float32), np.eye(width, dtype=np.float32)
+        nothing = np.zeros((width, width), np.float32)
+        embedding: FloatArray = torch.randn(sum(self.lengths), width, generator=random).numpy()
         layer = LayerWeights(
             attention=self.shape,
             input_norm=one,
@@ -196,7 +197,7 @@ def by_native(problem: Problem, *, shuffled: bool = True) -> Result | None:
     tables = problem.tables(shuffled=shuffled)
     embedding, layer, head = problem.weights()
     table = backend.prepare_embedding(embedding)
-    prepared = backend.prepare_layer(layer, torch.zeros(problem.head_dim // 2), 1.0)
+    prepared = backend.prepare_layer(layer, np.zeros(problem.head_dim // 2, np.float32), 1.0)
     last = backend.prepare_head(head)
     kv = backend.allocate_kv(
         KvShape(1, problem.kv_heads, problem.head_dim, PAGE_SIZE, problem.num_pages)
@@ -208,7 +209,7 @@ def by_native(problem: Problem, *, shuffled: bool = True) -> Result | None:
         backend.attention_input(prepared, workspace, kv, 0)
         backend.attend(prepared, workspace, kv, 0)
         backend.attention_output(prepared, workspace)
-        return backend.head(last, workspace).clone()
+        return torch.from_numpy(backend.head(last, workspace).copy())
 
     step(problem.batch(tables, last_only=False))
     last_tokens = problem.batch(tables, last_only=True)
@@ -222,10 +223,11 @@ def by_native(problem: Problem, *, shuffled: bool = True) -> Result | None:
 
 def _by_hand(problem: Problem) -> tuple[Tensor, Tensor, LayerPages, list[list[int]]]:
     """The last tokens' hidden states and queries, and K and V of all tokens in their pages."""
-    embedding, layer, _ = problem.weights()
+    rows, layer, _ = problem.weights()
     tables = problem.tables()
+    embedding = torch.from_numpy(rows)
     normed = _normed(embedding)
-    k, v = normed @ layer.k.T, normed @ layer.v.T
+    q, k, v = (normed @ torch.from_numpy(each).T for each in (layer.q, layer.k, layer.v))
     size = (problem.num_pages + 1, problem.kv_heads, PAGE_SIZE, problem.head_dim)
     pages = LayerPages(torch.zeros(size), torch.zeros(size))
     start = 0
@@ -236,7 +238,7 @@ def _by_hand(problem: Problem) -> tuple[Tensor, Tensor, LayerPages, list[list[in
             pages.v[page, :, place] = v[start + position].view(problem.kv_heads, -1)
         start += length
     last = torch.tensor(problem.lengths).cumsum(0) - 1
-    q = (normed[last] @ layer.q.T).view(len(last), problem.heads, problem.head_dim)
+    q = q[last].view(len(last), problem.heads, problem.head_dim)
     return embedding[last], q, pages, tables
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from turnstile.engine.batch import BatchBuilder
 from turnstile.engine.build import load_model
 from turnstile.engine.config import EngineConfig
@@ -92,8 +90,6 @@ def open_model(
     if name == tiny.NAME:
         # One thread: steps of microseconds do not get faster by a second one.
         backend = create_backend("cpu", "float32", None, True, threads or 1)
-        if backend.name == "native":
-            torch.set_num_threads(1)
         return LabModel("a tiny random model", tiny.make_tiny(backend), seconds)
     config = EngineConfig(threads=threads)
     if name is not None:

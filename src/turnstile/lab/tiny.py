@@ -8,15 +8,17 @@ decoding wanders instead of repeating itself.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from turnstile.kernels.base import (
     AttentionShape,
     Backend,
+    FloatArray,
     HeadWeights,
     LayerWeights,
+    Matrix,
     ModelWeights,
 )
+from turnstile.kernels.bfloat16 import bfloat16_bits
 from turnstile.models.config import FAMILIES, ModelConfig
 from turnstile.models.decoder import Decoder
 from turnstile.models.rope import RopeConfig, frequencies
@@ -55,16 +57,16 @@ def make_tiny(backend: Backend, seed: int = 0) -> Decoder:
     config = tiny_config()
     random = torch.Generator().manual_seed(seed)
 
-    def matrix(outputs: int, inputs: int, scale: float = 1.5) -> Tensor:
-        values: Tensor = torch.randn(outputs, inputs, generator=random) * (scale * inputs**-0.5)
-        return values.to(backend.load_dtype)
+    def matrix(outputs: int, inputs: int, scale: float = 1.5) -> Matrix:
+        values = torch.randn(outputs, inputs, generator=random) * (scale * inputs**-0.5)
+        floats: FloatArray = values.numpy()
+        return floats if backend.load_format == "float32" else bfloat16_bits(floats)
 
-    def norm(size: int) -> Tensor:
-        values: Tensor = 1 + 0.1 * torch.randn(size, generator=random)
+    def norm(size: int) -> FloatArray:
+        values: FloatArray = (1 + 0.1 * torch.randn(size, generator=random)).numpy()
         return values
 
     inv_freq, rope_scale = frequencies(config.rope)
-    turns = torch.from_numpy(inv_freq)
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM
     shape = AttentionShape(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
     embedding = backend.prepare_embedding(matrix(VOCAB, HIDDEN, scale=6.0))
@@ -83,6 +85,6 @@ def make_tiny(backend: Backend, seed: int = 0) -> Decoder:
             down=matrix(HIDDEN, INNER),
             norm_eps=EPS,
         )
-        layers.append(backend.prepare_layer(weights, turns, rope_scale))
+        layers.append(backend.prepare_layer(weights, inv_freq, rope_scale))
     head = backend.prepare_head(HeadWeights(norm(HIDDEN), matrix(VOCAB, HIDDEN), EPS))
     return Decoder(config, ModelWeights(embedding, layers, head), backend)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from turnstile.kernels.base import Backend, FlatBatch, KvShape, ModelWeights, Opaque
+from turnstile.kernels.base import Backend, FlatBatch, FloatArray, KvShape, ModelWeights, Opaque
 from turnstile.models.config import ModelConfig
 from turnstile.models.loading import Progress, load_weights
 from turnstile.models.source import ModelSource
@@ -32,7 +30,7 @@ class Decoder:
             config.num_layers, config.num_kv_heads, config.head_dim, page_size, num_pages
         )
 
-    def forward(self, batch: FlatBatch, kv: Opaque) -> Tensor:
+    def forward(self, batch: FlatBatch, kv: Opaque) -> FloatArray:
         """One step: K and V of every token into its page, and logits for ``batch.logit_rows``.
 
         Returns float32 ``[R, vocab]``, valid until the next step.

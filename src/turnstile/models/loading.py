@@ -1,6 +1,6 @@
 """Weights from files into a backend: a layer a thread, each tensor copied exactly once.
 
-The files are mapped. A tensor is read, dequantised or converted straight into memory of the dtype
+The files are mapped. A tensor is read, dequantised or converted straight into memory of the format
 the backend asks for, handed over, and the pages of the file behind it are given back; so the peak
 is the loaded weights plus the layers in work, not twice the model.
 """
@@ -11,26 +11,30 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+import numpy.typing as npt
 
 from turnstile.kernels.base import (
     AttentionShape,
     Backend,
+    FloatArray,
     HeadWeights,
     LayerWeights,
+    LoadFormat,
+    Matrix,
     ModelWeights,
     Opaque,
 )
+from turnstile.kernels.bfloat16 import bfloat16_bits
 from turnstile.models.config import ModelConfig
 from turnstile.models.dequantize import FORMATS, dequantize
 from turnstile.models.errors import CorruptFileError
 from turnstile.models.gguf import BLOCK_FORMATS
 from turnstile.models.rope import frequencies
 from turnstile.models.source import ModelSource
-from turnstile.models.tensor_file import TensorFiles
+from turnstile.models.tensor_file import ByteArray, TensorFiles
 
 Progress = Callable[[int, int], None]
 """Called with the bytes read so far and in all, by one thread at a time."""
@@ -39,7 +43,6 @@ _WORKERS = 2
 """Layers in work at once: more would hold more of them twice."""
 _CHUNK_ELEMENTS = 1 << 15
 """Values converted at a time: they and what they are made of stay in a core's cache."""
-_FLOATS = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _BLOCK_ELEMENTS = {form.name: form.elements for form in BLOCK_FORMATS.values()}
 
 # Our names for a layer's tensors, and theirs.
@@ -81,19 +84,18 @@ def load_weights(
         architecture. The message names tensor and file.
     """
     config = source.config
-    reader = _Reader(source, source.open_tensors(), backend.load_dtype, progress)
+    reader = _Reader(source, source.open_tensors(), backend.load_format, progress)
     inv_freq, rope_scale = frequencies(config.rope)
-    shared = torch.from_numpy(inv_freq)
 
     def load_layer(layer: int) -> Opaque:
-        return backend.prepare_layer(_read_layer(reader, config, layer), shared, rope_scale)
+        return backend.prepare_layer(_read_layer(reader, config, layer), inv_freq, rope_scale)
 
     def load_ends() -> tuple[Opaque, Opaque]:
-        table = reader.tensor("embedding", None, (config.vocab_size, config.hidden_size))
+        table = reader.matrix("embedding", None, (config.vocab_size, config.hidden_size))
         embedding = backend.prepare_embedding(table)
-        norm = reader.tensor("norm", None, (config.hidden_size,))
+        norm = reader.vector("norm", None, config.hidden_size)
         if not config.tied_embeddings:
-            table = reader.tensor("projection", None, (config.vocab_size, config.hidden_size))
+            table = reader.matrix("projection", None, (config.vocab_size, config.hidden_size))
         return embedding, backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
 
     workers = ThreadPoolExecutor(_WORKERS, "load")
@@ -128,7 +130,12 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeight
         shapes |= {"o_bias": (hidden,)}
     if config.family.qk_norm:
         shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
-    tensors = {name: reader.tensor(name, layer, shape) for name, shape in shapes.items()}
+    tensors: dict[str, npt.NDArray[Any]] = {
+        name: reader.vector(name, layer, *shape)
+        if len(shape) == 1
+        else reader.matrix(name, layer, shape)
+        for name, shape in shapes.items()
+    }
     if reader.is_gguf and config.family.rotates_neighbours:
         for name in ("q", "k", "q_bias", "k_bias"):
             if name in tensors:
@@ -143,12 +150,12 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeight
     return LayerWeights(attention=attention, norm_eps=config.norm_eps, **tensors)
 
 
-def _halves_apart(weight: Tensor, head_dim: int) -> Tensor:
+def _halves_apart(weight: npt.NDArray[Any], head_dim: int) -> npt.NDArray[Any]:
     """Undo GGUF's order of q and k, where value i of a head's first half precedes value i of its
     second: RoPE here pairs (i, i + d/2), there (2i, 2i + 1).
     """
-    pairs = weight.view(-1, head_dim // 2, 2, *weight.shape[1:])
-    return pairs.transpose(1, 2).reshape(weight.shape)
+    pairs = weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 @dataclass(slots=True)
@@ -170,35 +177,43 @@ class _Reader:
     """Takes tensors out of the files by our names, checked against the shapes expected."""
 
     def __init__(
-        self, source: ModelSource, files: TensorFiles, dtype: torch.dtype, progress: Progress
+        self, source: ModelSource, files: TensorFiles, form: LoadFormat, progress: Progress
     ) -> None:
         self.is_gguf = source.is_gguf
         self._path = source.path
         self._files = files
-        self._dtype = dtype
+        self._format = form
         self._unread = dict.fromkeys(files.names())
         self._progress = _Progress(progress, files.num_bytes)
 
-    def tensor(self, ours: str, layer: int | None, shape: tuple[int, ...]) -> Tensor:
-        """One tensor, in memory of its own: matrices in the backend's dtype, vectors in float32."""
+    def matrix(self, ours: str, layer: int | None, shape: tuple[int, ...]) -> Matrix:
+        """One matrix, in memory of its own and in the backend's format."""
+        out: Matrix = np.empty(shape, np.float32 if self._format == "float32" else np.uint16)
+        self._read(ours, layer, out)
+        return out
+
+    def vector(self, ours: str, layer: int | None, size: int) -> FloatArray:
+        """One vector, in memory of its own."""
+        out = np.empty(size, np.float32)
+        self._read(ours, layer, out)
+        return out
+
+    def _read(self, ours: str, layer: int | None, out: Matrix) -> None:
         name = self._name(ours, layer)
         if name not in self._files:
             raise CorruptFileError(
                 f"{self._path} lacks tensor {name!r}, which the config asks for; fetch it again."
             )
         info = self._files.info(name)
-        if info.shape != shape:
+        if info.shape != out.shape:
             raise CorruptFileError(
                 f"{self._files.path(name)}: tensor {name!r} has shape {list(info.shape)}, but the "
-                f"config says {list(shape)}."
+                f"config says {list(out.shape)}."
             )
-        dtype = self._dtype if len(shape) > 1 else torch.float32
-        result = torch.empty(shape, dtype=dtype)
-        _convert(self._files.bytes_of(name), info.dtype, result.view(-1))
+        _convert(self._files.bytes_of(name), info.dtype, out.reshape(-1))
         self._files.release(name)
         self._unread.pop(name, None)
         self._progress.add(info.num_bytes)
-        return result
 
     def refuse_leftovers(self) -> None:
         """Complain about tensors nobody asked for: the model would not be what it claims."""
@@ -218,17 +233,18 @@ class _Reader:
         return f"{prefix}.{_LAYER_NAMES[ours][self.is_gguf]}"
 
 
-def _convert(raw: np.ndarray[tuple[int], np.dtype[np.uint8]], dtype: str, out: Tensor) -> None:
+def _convert(raw: ByteArray, dtype: str, out: Matrix) -> None:
     """Fill flat ``out`` from stored bytes, a piece at a time."""
     block_bytes, elements = FORMATS[dtype][0], _BLOCK_ELEMENTS[dtype]
     step = _CHUNK_ELEMENTS // elements
     for block in range(0, len(raw) // block_bytes, step):
         chunk = raw[block * block_bytes : (block + step) * block_bytes]
-        if dtype in _FLOATS:
-            if chunk.ctypes.data % block_bytes:  # safetensors does not promise alignment
-                chunk = chunk.copy()
-            values = torch.from_numpy(chunk).view(_FLOATS[dtype])
+        if chunk.ctypes.data % 4:  # safetensors does not promise alignment
+            chunk = chunk.copy()
+        piece = out[block * elements : (block + step) * elements]
+        if out.dtype == np.float32:
+            piece[:] = dequantize(chunk, dtype)
+        elif dtype == "bfloat16":
+            piece[:] = chunk.view(np.uint16)
         else:
-            values = torch.from_numpy(dequantize(chunk, dtype))
-        start = block * elements
-        out[start : start + len(values)].copy_(values)
+            piece[:] = bfloat16_bits(dequantize(chunk, dtype))
