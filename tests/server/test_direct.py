@@ -1,10 +1,11 @@
-"""Rows that are taken at once, in the step that brings them: the same bytes, without a task."""
+"""Without a task: rows that are taken in the step that brings them, bodies, clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from server.fake_engine import FakeStream
 from server.served import Raw, Serve, events, listening, until
 from turnstile.engine.protocol import Row
+from turnstile.server.direct import Direct
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -106,14 +108,14 @@ def test_what_waits_for_a_stalled_reader_comes_in_order_once_it_reads(serve: Ser
             await until(lambda: bool(served.engine.streams and served.engine.streams[0].waiting))
             stream = served.engine.streams[0]
             (exchange,) = served.service.live
-            flow: Any = exchange.writer._flow  # type: ignore[union-attr]
+            connection: Any = exchange.direct._transport.get_protocol()  # type: ignore[union-attr]
             assert put(stream, 70)
-            flow.pause_writing()  # as the transport does when its buffer is full
+            connection.pause_writing()  # as the transport does when its buffer is full
             assert not put(stream, 71)
             await until(lambda: exchange.write_began is not None)  # the task waits in the middle
             assert not put(stream, 72)
             assert not put(stream, 73)
-            flow.resume_writing()
+            connection.resume_writing()
             await until(lambda: stream.waiting)
             assert put(stream, 74)
             put(stream, 75, finish="length")
@@ -169,10 +171,62 @@ def test_nothing_is_written_to_a_client_that_has_gone(serve: Serve) -> None:
             await raw.until(b"\r\n\r\n")
             await until(lambda: served.engine.streams[0].waiting)
             (exchange,) = served.service.live
-            assert exchange.writer.ready
+            assert exchange.direct.ready
             raw.reset()
-            await until(lambda: not exchange.writer.ready)
+            await until(lambda: not exchange.direct.ready)
             await until(lambda: not served.service.live)
             assert served.engine.streams[0].cancelled == [(None, "abort")]
 
     asyncio.run(test())
+
+
+def test_a_stream_takes_one_task_and_nobody_waits_for_its_client_in_another(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            served.engine.held = True
+            before = asyncio.all_tasks()
+            raw = await Raw.post(port, "/v1/completions", body())
+            await raw.until(b"\r\n\r\n")
+            await until(lambda: served.engine.streams[0].waiting)
+            names = {task.get_coro().__qualname__ for task in asyncio.all_tasks() - before}
+            shared = {"Service._tick", "FakeEngine._loop"}
+            assert names - shared == {"RequestResponseCycle.run_asgi"}
+            await raw.close()
+            await until(lambda: not served.service.live)
+            assert served.engine.streams[0].cancelled == [(None, "abort")]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("cut", [0, 1, 40], ids="the rest {} bytes later".format)
+def test_a_body_is_the_same_whether_it_comes_with_its_head_or_after(serve: Serve, cut: int) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            content = json.dumps(body(stream=False, max_tokens=3, echo=True)).encode()
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            end = len(content) - cut
+            writer.write(head + b"content-length: %d\r\n\r\n%b" % (len(content), content[:end]))
+            if cut:
+                await until(lambda: served.service.bodies.held == end)
+                writer.write(content[end:])
+            answer = await Raw(reader, writer).until(b'"usage"')
+            assert b'"text":"hello' in answer
+            assert not served.service.bodies.held
+            writer.close()
+
+    asyncio.run(test())
+
+
+def test_who_asks_late_hears_at_once_that_the_client_has_left() -> None:
+    cycle: Any = SimpleNamespace(transport=None, disconnected=False)
+    heard: list[str] = []
+    direct = Direct(cycle)
+    direct.when_lost(lambda: heard.append("first"))
+    direct.when_lost(None)  # the answer is complete
+    direct.lost()
+    assert heard == []
+    cycle.disconnected = True
+    direct.when_lost(lambda: heard.append("late"))
+    direct.lost()
+    assert heard == ["late"]

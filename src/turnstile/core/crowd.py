@@ -245,7 +245,7 @@ class Crowd:
 
     def next_end(self, tenant: str, step: int) -> float | None:
         """Steps until one of a tenant's running samples should end; None if it has none."""
-        own = (_left(p, step) for p in self._running if p.work.tenant == tenant)
+        own = (_left(p, _done(p, step)) for p in self._running if p.work.tenant == tenant)
         return min(own, default=None)
 
     def ends(self, step: int, room: int, prefill_tokens: int) -> Ends:
@@ -260,8 +260,9 @@ class Crowd:
             behind: list[Place] = []
             outputs = context = 0.0
             for place in self._running:
-                work, left = place.work, _left(place, step)
-                context += work.n * (work.prompt_tokens + _done(place, step))
+                work, done = place.work, _done(place, step)
+                left = _left(place, done)
+                context += work.n * (work.prompt_tokens + done)
                 outputs += work.n * left
                 if place.first_step is None:
                     behind.append(place)
@@ -344,9 +345,8 @@ def _done(place: Place, step: int) -> int:
     return 0 if place.first_step is None else max(0, step - place.first_step + 1)
 
 
-def _left(place: Place, step: int) -> float:
-    """Outputs a running sample is still to draw, at least 1."""
-    done = _done(place, step)
+def _left(place: Place, done: int) -> float:
+    """Outputs a running sample that has drawn ``done`` is still to draw, at least 1."""
     left = place.expected - done
     if left < 1.0:  # it has outlived its forecast: the older, the more to come
         left = done / 3

@@ -136,7 +136,9 @@ class Gate:
         All of ``works`` belong to one tenant. Its own limits are looked at first.
         """
         expected = [self._crowd.expected(work) for work in works]
-        estimate = self.check(works, now)
+        queued = self._check(works, expected, now)
+        estimate = self._forecast(works, expected)
+        self._check_wait(works, estimate, queued, now)
         reserved = [0.0] * len(works)
         meter = self._meters.get(works[0].tenant)
         if meter is not None:
@@ -153,20 +155,26 @@ class Gate:
 
     # -- the checks -------------------------------------------------------------------------------
 
-    def check(self, works: Sequence[Work], now: float) -> Estimate | None:
+    def check(self, works: Sequence[Work], now: float) -> None:
         """Raise :class:`Refused` where :meth:`enter` would; reserve nothing.
 
         A request whose cost is not known yet is looked at as the least it could be: whoever is
-        refused then need not be tokenized. Returns the estimate for the last of ``works``.
+        refused then need not be tokenized. Nothing is predicted for who need not wait.
         """
         expected = [self._crowd.expected(work) for work in works]
+        queued = self._check(works, expected, now)
+        if queued > 0 and self.config.max_wait is not None:
+            self._check_wait(works, self._forecast(works, expected), queued, now)
+
+    def _check(self, works: Sequence[Work], expected: Sequence[float], now: float) -> int:
+        """All checks but that of the predicted wait; returns how many prompts would wait."""
         meter = self._meter(works[0], now)
         if meter is not None:
             self._check_tenant(meter, works, sum(_tokens(works, expected)), now)
         queued = self._queued(works, expected)
         if queued > 0:
             self._check_bounds(works, queued, now)
-        return self._check_wait(works, expected, queued, now)
+        return queued
 
     def _meter(self, work: Work, now: float) -> Meter | None:
         meter = self._meters.get(work.tenant)
@@ -234,22 +242,25 @@ class Gate:
                 MAX_TOKENS, config.max_tokens, excess if ever else None, others, now
             )
 
-    def _check_wait(
-        self, works: Sequence[Work], expected: Sequence[float], queued: int, now: float
-    ) -> Estimate | None:
-        """The estimate for the last of these; raises where it is beyond the bound."""
+    def _forecast(self, works: Sequence[Work], expected: Sequence[float]) -> Estimate | None:
+        """What the last of these would have to expect; None while the cost model is cold."""
         if not self.view.warm:
             return None
+        first = works[:-1]
         before = Ahead(
-            sum(work.n for work in works[:-1]),
-            sum(work.prompt_tokens for work in works[:-1]),
-            sum(w.n * e for w, e in zip(works[:-1], expected[:-1], strict=True)),
+            sum(work.n for work in first),
+            sum(work.prompt_tokens for work in first),
+            sum(w.n * e for w, e in zip(first, expected[:-1], strict=True)),
         )
-        estimate = self._estimate(works[-1], before)
+        return self._estimate(works[-1], before)
+
+    def _check_wait(
+        self, works: Sequence[Work], estimate: Estimate | None, queued: int, now: float
+    ) -> None:
         bound = self.config.max_wait
-        if bound is not None and queued > 0 and estimate.wait > bound:
-            raise self._refusal(MAX_WAIT, bound, 0, queued - len(works), now, estimate)
-        return estimate
+        if bound is None or estimate is None or queued <= 0 or estimate.wait <= bound:
+            return
+        raise self._refusal(MAX_WAIT, bound, 0, queued - len(works), now, estimate)
 
     def _refusal(
         self,

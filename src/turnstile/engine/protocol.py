@@ -13,6 +13,9 @@ stream right across a crash:
 it, those are the suspects.
 
 Times are seconds of ``time.monotonic()``, which both processes of one machine share.
+
+What comes by the hundred a step is not tracked by the garbage collector (``gc=False``): none of it
+can be part of a cycle, and looking at it costs a collection as much as making it did.
 """
 
 from __future__ import annotations
@@ -91,7 +94,7 @@ class Commands(msgspec.Struct, array_like=True):
 # -- engine to API process --------------------------------------------------------------------
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """The model's own log-probability of a token, and of its likeliest alternatives."""
 
     logprob: float
@@ -105,7 +108,7 @@ NOTHING_ALLOWED = (
 """The error of a row whose request leaves it nothing to draw: its client's fault, not ours."""
 
 
-class Row(msgspec.Struct, array_like=True):
+class Row(msgspec.Struct, array_like=True, gc=False):
     """What a step did for one sample. ``finish`` is set once, on the last row of a sample."""
 
     request_id: str
@@ -124,7 +127,7 @@ class Row(msgspec.Struct, array_like=True):
     """What the tenant has paid for this sample so far."""
 
 
-class CostModel(msgspec.Struct, array_like=True, frozen=True):
+class CostModel(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
     ``samples`` counts the steps it was fitted to; 0 means cold. ``largest_batch`` is the most
@@ -142,7 +145,7 @@ class CostModel(msgspec.Struct, array_like=True, frozen=True):
     knee: int = 0
 
 
-class Snapshot(msgspec.Struct, array_like=True):
+class Snapshot(msgspec.Struct, array_like=True, gc=False):
     """The engine at a step boundary. Counters only grow within an epoch."""
 
     time: float = 0.0
@@ -185,7 +188,7 @@ class Snapshot(msgspec.Struct, array_like=True):
     """Room in held pages that no token has been written to yet."""
 
 
-class StepResult(msgspec.Struct, array_like=True, tag="step"):
+class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):
     """The rows of the step that ended, and the members of the one that starts now.
 
     ``events`` are ``(kind, fields)`` of :mod:`turnstile.core.events`, in order.

@@ -52,6 +52,10 @@ class App:
             redirect_slashes=False,
             default=_no_route,
         )
+        self._handlers = {
+            (method, path): handler for method, path, handler in routes if "{" not in path
+        }
+        """Those of the routes without parameters, which need no search."""
         self._quiet = service.config.quiet_paths
         config = service.config
         self._on_loopback = config.uds is None and is_loopback(config.host)
@@ -92,6 +96,10 @@ class App:
             if exchange.path not in OPEN_PATHS:
                 exchange.tenant = service.keys.identify(exchange.scope["headers"])
                 self._refuse_rebound_page(exchange, origin)
+            handler = self._handlers.get((exchange.method, exchange.path))
+            if handler is not None:
+                await handler(service, exchange)
+                return
             exchange.scope["turnstile.exchange"] = exchange
             exchange.scope["app"] = self
             await self._router(exchange.scope, None, None)  # type: ignore[arg-type]

@@ -7,21 +7,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from turnstile.server.completions import make_head, make_wishes
+from turnstile.engine.params import SamplingParams
+from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, bad_request, unsupported
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import ChatFrames
-from turnstile.server.gate import knock
-from turnstile.server.generation import Answer, Order, make_jobs
-from turnstile.server.grammar import grammar_field, grammar_of
+from turnstile.server.intake import Endpoint, answer
 from turnstile.server.json_body import decode
-from turnstile.server.parameters import deadline_of, make_params, priority_of, wanted_tokens
+from turnstile.server.parameters import deadline_of, wanted_tokens
 from turnstile.server.prompts import TokenizedPrompt, truncate
 from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
-from turnstile.server.usage import Record
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
 
@@ -29,50 +27,37 @@ _LOOKED_AT = 10_000
 """Parts of messages whose lengths are added up on the event loop: a millisecond or two."""
 
 
+class Chats(Endpoint[ChatRequest]):
+    """A conversation, and what is said next."""
+
+    schema = ChatRequest
+    id_prefix = "chatcmpl"
+    frames = ChatFrames
+
+    async def read(
+        self,
+        request: ChatRequest,
+        reader: Reader,
+        size: int,
+        params: SamplingParams,
+        config: ServerConfig,
+    ) -> list[TokenizedPrompt]:
+        """Render the messages with the model's template, and tokenize them."""
+        trust = config.trust_request_chat_template
+        prompt = await render_chat(request, reader, size, trust=trust)
+        return [TokenizedPrompt(prompt.token_ids)]
+
+    def wants_logprobs(self, request: ChatRequest) -> bool:
+        """True asks for them."""
+        return bool(request.logprobs)
+
+
+_CHATS = Chats()
+
+
 async def chat_completions(service: Service, exchange: Exchange) -> None:
     """Answer a conversation."""
-    answer = await _prepare(service, exchange)
-    exchange.release_body()
-    await answer.run()
-
-
-async def _prepare(service: Service, exchange: Exchange) -> Answer:
-    """Check, render and tokenize. What the body held ends here: the prompt fits a context."""
-    model, gate = service.require_model()
-    config = service.config
-    body = await exchange.json_body(service.bodies)
-    request = decode(body, ChatRequest)
-    exchange.watch()
-    model.check_name(request.model)
-    params = make_params(request, model, config)
-    priority = priority_of(request, exchange.tenant)
-    knock(gate, exchange.tenant, priority, params.n, service.clock())
-    deadline = deadline_of(request.timeout, exchange, config)
-    wishes = make_wishes(
-        request,
-        logprobs=bool(request.logprobs),
-        echo=False,
-        default_interval=config.stream_interval,
-    )
-    async with ends_by(deadline):
-        params.grammar = await grammar_of(request, service.checks, exchange.tenant)
-        reader = service.reader(model, exchange.tenant)
-        rendered = await render_chat(
-            request, reader, len(body), trust=config.trust_request_chat_template
-        )
-    order = Order(
-        prompts=[TokenizedPrompt(rendered.token_ids)],
-        params=params,
-        default_max_tokens=None,
-        deadline=deadline,
-        priority=priority,
-        cache_salt=request.cache_salt,
-        grammar_field=grammar_field(request),
-    )
-    record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
-    head = make_head("chatcmpl", model, request)
-    frames = ChatFrames(head, wishes, model.tokenizer, record)
-    return Answer(service, exchange, record, frames, stream=bool(request.stream))
+    await answer(_CHATS, service, exchange)
 
 
 async def render(service: Service, exchange: Exchange) -> None:

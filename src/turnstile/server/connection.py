@@ -13,6 +13,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from turnstile.server.direct import DIRECT, Direct
 from turnstile.server.head_limits import BoundedHttpProtocol, RefusedError
 from turnstile.server.sse import COMMENT
 
@@ -55,6 +56,19 @@ class Connection(BoundedHttpProtocol):
         if cycle is not None and not cycle.response_complete:
             cycle.disconnected = True
             cycle.message_event.set()
+            _direct(cycle).lost()
+
+    def pause_writing(self) -> None:
+        """The client does not read: what comes next has to wait."""
+        super().pause_writing()
+        if self._answering is not None:
+            _direct(self._answering).update()
+
+    def resume_writing(self) -> None:
+        """It reads again."""
+        super().resume_writing()
+        if self._answering is not None:
+            _direct(self._answering).update()
 
     # -- clients that have ended their side -----------------------------------------------------
 
@@ -104,6 +118,11 @@ class Connection(BoundedHttpProtocol):
         if comment:
             chunk = b"%x\r\n%b\r\n" % (len(comment), comment)
             self.transport.write(chunk if cycle.chunked_encoding else comment)
+
+
+def _direct(cycle: RequestResponseCycle) -> Direct:
+    direct: Direct = cycle.scope[DIRECT]  # type: ignore[literal-required]
+    return direct
 
 
 def _without_chunks(app: Any, cycle: RequestResponseCycle) -> Any:

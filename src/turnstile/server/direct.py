@@ -1,48 +1,88 @@
-"""Writing to streams without awaiting anything: :class:`DirectWriter`, :class:`Outbox`."""
+"""What a request of our own server can do without ASGI: :class:`Direct`, and :class:`Outbox`."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 logger = logging.getLogger("turnstile.server")
 
-WRITER = "turnstile.writer"
-"""Where a request's scope holds its :class:`DirectWriter`, if the server made one."""
+DIRECT = "turnstile.direct"
+"""Where a request's scope holds its :class:`Direct`, if the server made one."""
 
 
-class DirectWriter:
-    """The way around ASGI's ``send`` for pieces of a body that has begun.
+class Direct:
+    """The way around ASGI's ``receive`` and ``send`` where they would not wait.
 
-    ``send`` is a coroutine that takes a dictionary, so a piece costs a task, a switch to it and
-    back, and both objects. Nearly always it returns at once, and then all it has done is write one
-    chunk to the transport. That chunk, byte for byte, is what :meth:`write` writes. Wherever
-    ``send`` would wait or do something else, :attr:`ready` is False and the caller awaits it.
+    Both are coroutines that take or make a dictionary. To read a body that is there already, to
+    hear that the client has left, and to write a piece to one that reads takes a task or a timer,
+    a switch to it and back, and all their objects; without them each is a line or two. Whatever
+    would wait goes through ASGI, which does the same.
+
+    Attributes
+    ----------
+    ready
+        Whether :meth:`write` may be called: the body has begun, in chunks, the client is there and
+        reads, and more may follow.
     """
 
-    __slots__ = ("_cycle", "_flow", "_transport")
+    __slots__ = ("_cycle", "_on_lost", "_transport", "ready")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
-        self._flow = cycle.flow
         self._transport = cycle.transport
+        self._on_lost: Callable[[], object] | None = None
+        self.ready = False
 
-    @property
-    def ready(self) -> bool:
-        """The body has begun, in chunks, the client is there and reads, and more may follow."""
+    # -- the request --------------------------------------------------------------------------
+
+    def take_body(self) -> bytes | None:
+        """The whole body, where it has come; None where some of it, or a word to the client that
+        waits for one, is still missing.
+        """
         cycle = self._cycle
-        return (
-            not self._flow.write_paused
-            and not cycle.disconnected
+        if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
+            return None
+        body, cycle.body = bytes(cycle.body), bytearray()
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        return body
+
+    def when_lost(self, call: Callable[[], object] | None) -> None:
+        """Call this once when the client goes away before its answer is complete; at once where it
+        has. None: nobody wants to know any more.
+        """
+        self._on_lost = call
+        if call is not None and self._cycle.disconnected:
+            self.lost()
+
+    def lost(self) -> None:
+        """The connection is gone, and the answer not complete."""
+        self.ready = False
+        call, self._on_lost = self._on_lost, None
+        if call is not None:
+            call()
+
+    # -- the answer ---------------------------------------------------------------------------
+
+    def update(self) -> None:
+        """See whether it is :attr:`ready`: the answer began, or the client reads or does not."""
+        cycle = self._cycle
+        self.ready = (
+            cycle.chunked_encoding is True
             and cycle.response_started
             and not cycle.response_complete
-            and cycle.chunked_encoding is True
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
         )
 
     def write(self, data: bytes) -> None:
-        """Send a piece, not an empty one, for which it was :attr:`ready`."""
+        """Send a piece, not an empty one: byte for byte what ``send`` would write. It does nothing
+        where the answer has ended, or the client gone, since :attr:`ready` was looked at.
+        """
         cycle = self._cycle
         if not (cycle.disconnected or cycle.response_complete):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
@@ -62,20 +102,20 @@ class Outbox:
     __slots__ = ("_pieces",)
 
     def __init__(self) -> None:
-        self._pieces: list[tuple[DirectWriter, bytes]] = []
+        self._pieces: list[tuple[Direct, bytes]] = []
 
-    def add(self, writer: DirectWriter, data: bytes) -> None:
-        """Write ``data`` soon; ``writer`` is ready."""
+    def add(self, direct: Direct, data: bytes) -> None:
+        """Write ``data`` soon; ``direct`` is ready."""
         if not self._pieces:
             asyncio.get_running_loop().call_soon(self.flush)
-        self._pieces.append((writer, data))
+        self._pieces.append((direct, data))
 
     def flush(self) -> None:
         """Write what there is."""
         pieces, self._pieces = self._pieces, []
-        for writer, data in pieces:
+        for direct, data in pieces:
             try:
-                writer.write(data)
+                direct.write(data)
             except Exception:
                 # Whatever is wrong with this connection, the others' pieces must get out.
                 logger.exception("A piece of a stream could not be written")

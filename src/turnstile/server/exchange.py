@@ -2,23 +2,23 @@
 
 A thin layer over ASGI for the routes where time counts. A streaming answer writes straight to
 the transport while the client keeps up, and to the server's ``send`` where it must wait: no
-response object, no middleware and no task sits between a token and the socket. One watcher waits
-for the client to go away and cancels the handler, whatever it is doing.
+response object, no middleware and no task sits between a token and the socket. When the client goes
+away the handler is cancelled, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
-import uuid
 from typing import Any
 
 import msgspec
 
 from turnstile.server.body import BodyLimits, too_large
 from turnstile.server.cors import header
-from turnstile.server.direct import WRITER, DirectWriter
+from turnstile.server.direct import DIRECT, Direct
 from turnstile.server.errors import ApiError, Headers
 from turnstile.server.sse import COMMENT, KEEP_ALIVE
 from turnstile.server.tenants import Tenant
@@ -51,8 +51,8 @@ class Exchange:
         When the write in progress began, None between writes: a reader that stalls shows here.
     last_write
         When bytes last went out.
-    writer
-        The way around :meth:`write` for one who need not wait; None where the server has none.
+    direct
+        The way around ASGI for what need not wait; None where the server has none.
     """
 
     __slots__ = (
@@ -65,6 +65,7 @@ class Exchange:
         "_watcher",
         "common_headers",
         "complete",
+        "direct",
         "disconnected",
         "id",
         "last_write",
@@ -74,7 +75,6 @@ class Exchange:
         "status",
         "tenant",
         "write_began",
-        "writer",
     )
 
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -86,7 +86,7 @@ class Exchange:
         self._held = 0
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
-        self.writer: DirectWriter | None = scope.get(WRITER)
+        self.direct: Direct | None = scope.get(DIRECT)
         self.id = _request_id(scope["headers"])
         self.started = time.monotonic()
         self.common_headers: Headers = [(b"x-request-id", self.id.encode())]
@@ -136,7 +136,12 @@ class Exchange:
         declared = self.header(b"content-length")
         if declared is not None and declared.isdigit() and int(declared) > limits.one:
             raise too_large(limits.one)
-        self._limits = limits
+        self._limits, self._body_wanted = limits, True
+        body = None if self.direct is None else self.direct.take_body()
+        if body is not None:
+            self._hold(body, limits)
+            self._body_comes = False
+            return body
         try:
             async with asyncio.timeout(limits.seconds):
                 return await self._read(limits)
@@ -148,7 +153,6 @@ class Exchange:
             ) from None
 
     async def _read(self, limits: BodyLimits) -> bytes:
-        self._body_wanted = True
         pieces: list[bytes] = []
         while True:
             message = await self._receive()
@@ -156,12 +160,15 @@ class Exchange:
                 self.disconnected = True
                 raise asyncio.CancelledError
             piece = message.get("body", b"")
-            limits.take(len(piece), self._held + len(piece), self.tenant.name)
-            self._held += len(piece)
+            self._hold(piece, limits)
             pieces.append(piece)
             if not message.get("more_body", False):
                 self._body_comes = False
                 return b"".join(pieces)
+
+    def _hold(self, piece: bytes, limits: BodyLimits) -> None:
+        limits.take(len(piece), self._held + len(piece), self.tenant.name)
+        self._held += len(piece)
 
     def release_body(self) -> None:
         """The request's body, and what was made of it, is no longer in memory."""
@@ -176,16 +183,24 @@ class Exchange:
         task = asyncio.current_task()
         assert task is not None
 
-        async def wait() -> None:
-            while (await self._receive())["type"] != "http.disconnect":
-                pass
+        def leave() -> None:
             self.disconnected = True
             task.cancel()
 
-        self._watcher = asyncio.get_running_loop().create_task(wait())
+        async def wait() -> None:
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            leave()
+
+        if self.direct is not None:
+            self.direct.when_lost(leave)
+        else:
+            self._watcher = asyncio.get_running_loop().create_task(wait())
 
     def unwatch(self) -> None:
         """Stop watching: the answer is complete."""
+        if self.direct is not None:
+            self.direct.when_lost(None)
         if self._watcher is not None:
             self._watcher.cancel()
             self._watcher = None
@@ -252,6 +267,8 @@ class Exchange:
                 (b"x-accel-buffering", b"no"),
             ],
         )
+        if self.direct is not None:
+            self.direct.update()
 
     async def write(self, data: bytes, now: float) -> None:
         """Send a piece of a stream. Returns at once unless the client has stopped reading."""
@@ -269,6 +286,8 @@ class Exchange:
         """Send the last piece."""
         self.unwatch()
         self.complete = True
+        if self.direct is not None:
+            self.direct.ready = False
         await self._send({"type": "http.response.body", "body": data})
 
     async def _start(self, status: int, headers: Headers) -> None:
@@ -283,4 +302,4 @@ def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
     given = header(headers, b"x-request-id")
     if given and len(given) <= _MAX_REQUEST_ID and all(33 <= byte < 127 for byte in given):
         return given.decode("ascii")
-    return f"req-{uuid.uuid4().hex}"
+    return f"req-{os.urandom(16).hex()}"

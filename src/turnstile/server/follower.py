@@ -44,7 +44,7 @@ class Follower:
         self._exchange = exchange
         self._step = None if frames is None else frames.step
         self._metrics = service.metrics
-        self._writer = exchange.writer
+        self._direct = exchange.direct
         self._outbox = service.outbox
         self._clock = service.clock
         self._error: Exception | None = None
@@ -89,8 +89,8 @@ class Follower:
 
     def _take_at_once(self, row: Row) -> bool:
         """Take a row where no task is needed for it; returns whether it was taken."""
-        writer, streamed = self._writer, self._step is not None
-        if row.finish is not None or (streamed and (writer is None or not writer.ready)):
+        direct, streamed = self._direct, self._step is not None
+        if row.finish is not None or (streamed and (direct is None or not direct.ready)):
             return False
         choice = self._job.choices[row.sample_index]
         if choice.finish is not None:
@@ -98,8 +98,8 @@ class Follower:
         now = self._clock()
         try:
             data = self._advance(choice, row, now)
-            if data and writer is not None:
-                self._outbox.add(writer, data)
+            if data and direct is not None:
+                self._outbox.add(direct, data)
                 self._exchange.last_write = now
         except Exception as error:
             # This is the middle of a step that concerns others too: the task shall fail, not they.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import os
 from dataclasses import dataclass
 
 from turnstile.engine.client import Generation
@@ -58,7 +58,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
         own = model.tokenizer.stop_ids.union(model.defaults.eos_ids)
         params.stop_token_ids = [*client_stop_ids, *sorted(own.difference(client_stop_ids))]
     automaton = StopAutomaton(params.stop) if params.stop else None
-    common = uuid.uuid4().hex
+    common = os.urandom(16).hex()
     jobs = []
     for place, prompt in enumerate(order.prompts):
         max_tokens = final_max_tokens(

@@ -18,7 +18,7 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from turnstile.server.direct import WRITER, DirectWriter
+from turnstile.server.direct import DIRECT, Direct
 from turnstile.server.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -128,7 +128,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         super().on_headers_complete()
         # The application runs in a task that has not begun: it will find this in its scope.
-        self.scope[WRITER] = DirectWriter(self.cycle)  # type: ignore[literal-required]
+        self.scope[DIRECT] = Direct(self.cycle)  # type: ignore[literal-required]
         self._in_head, self._fruitful = False, True
         self._stop_timer()
 

@@ -235,7 +235,8 @@ class Metrics:
         counts, samples = trail.counts, trail.samples.values()
         leading = trail.leading()
         assert trail.ended is not None
-        for part, seconds in leading.times(trail.ended).items():
+        times = leading.times(trail.ended)
+        for part, seconds in times.items():
             self.part_seconds[part] += seconds
         self.recoveries += any(sample.crashes for sample in samples)
         self.request_preemptions.observe(sum(sample.preemptions for sample in samples))
@@ -243,17 +244,13 @@ class Metrics:
         self.request_max_tokens.observe(counts["max_tokens"])
         if leading.slotted:
             self.inference_time.observe(
-                sum(
-                    seconds
-                    for part, seconds in leading.times(trail.ended).items()
-                    if part in (Part.PREFILL, Part.RECOMPUTE, Part.DECODE)
-                )
+                times[Part.PREFILL] + times[Part.RECOMPUTE] + times[Part.DECODE]
             )
             self.request_largest_output.observe(counts["largest_output"])
             self.request_computed_tokens.observe(counts["prompt_tokens"] - counts["cached_tokens"])
         books = self._of_tenant(trail.tenant)
         _book(books, counts["prompt_tokens"], counts["output_tokens"])
-        books[3] += leading.times(trail.ended)[Part.QUEUE]
+        books[3] += times[Part.QUEUE]
 
     def by_tenant(self, place: int) -> dict[str, float]:
         """Prompt tokens (0), output tokens (1), requests (2), or seconds in the queue (3; of those

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from turnstile import __version__
 from turnstile.engine.protocol import EngineInfo
@@ -45,11 +47,9 @@ class ServedModel:
         """Ids below this are valid in prompts."""
         return self.info.vocab_size
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes when answers may: a name, a version, and the build of the engine."""
-        import hashlib
-
         made_of = (self.name, self.info.weight_format, self.info.backend, self.info.kv_dtype)
         digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
         return f"turnstile-{__version__}-{digest[:8]}"

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -274,16 +275,21 @@ class Threads:
         )
 
 
-@contextlib.asynccontextmanager
-async def ends_by(deadline: float | None) -> AsyncIterator[None]:
+def ends_by(deadline: float | None) -> AbstractAsyncContextManager[None]:
     """End what is awaited inside at ``deadline`` (``time.monotonic()``; None: never).
 
     Raises :class:`ApiError` 504, also where it has passed already and nothing is awaited.
     """
-    if deadline is not None and deadline <= time.monotonic():
+    return contextlib.nullcontext() if deadline is None else _ends_by(deadline)
+
+
+@contextlib.asynccontextmanager
+async def _ends_by(deadline: float) -> AsyncIterator[None]:
+    left = deadline - time.monotonic()
+    if left <= 0:
         raise deadline_exceeded()
     try:
-        async with asyncio.timeout(None if deadline is None else deadline - time.monotonic()):
+        async with asyncio.timeout(left):
             yield
     except TimeoutError:
         raise deadline_exceeded() from None

@@ -1,0 +1,150 @@
+"""From a request's bytes to an :class:`Answer` that can run: what both endpoints have in common.
+
+An :class:`Endpoint` says what is its own; :func:`answer` does the rest, in an order that refuses
+what costs least to refuse first: size, syntax, the name, parameters, the gate, and only then text.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from abc import ABC, abstractmethod
+from typing import Generic, TypeVar
+
+from turnstile.engine.params import SamplingParams
+from turnstile.server.config import ServerConfig
+from turnstile.server.errors import bad_request, unsupported
+from turnstile.server.exchange import Exchange
+from turnstile.server.frames import Frames, Head, Wishes
+from turnstile.server.gate import knock
+from turnstile.server.generation import Answer, Order, make_jobs
+from turnstile.server.grammar import grammar_field, grammar_of
+from turnstile.server.json_body import decode
+from turnstile.server.model import ServedModel
+from turnstile.server.parameters import deadline_of, make_params, priority_of
+from turnstile.server.prompts import TokenizedPrompt
+from turnstile.server.reader import Reader
+from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
+from turnstile.server.service import Service
+from turnstile.server.threads import ends_by
+from turnstile.server.usage import Record
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
+
+
+class Endpoint(ABC, Generic[R]):
+    """What tells one way to ask for a generation from the other.
+
+    Attributes
+    ----------
+    schema
+        The request's body.
+    id_prefix
+        What the ``id`` of its answers begins with.
+    frames
+        Who writes its answers.
+    """
+
+    schema: type[R]
+    id_prefix: str
+    frames: type[Frames]
+
+    @abstractmethod
+    async def read(
+        self, request: R, reader: Reader, size: int, params: SamplingParams, config: ServerConfig
+    ) -> list[TokenizedPrompt]:
+        """The prompts of a request that came in a body of ``size`` bytes. Raises
+        :class:`ApiError` for what is wrong with them, or cannot be done with them here.
+        """
+
+    @abstractmethod
+    def wants_logprobs(self, request: R) -> bool:
+        """Whether log-probabilities are part of the answer."""
+
+    def echoes(self, request: R) -> bool:
+        """Whether the prompt is part of the answer."""
+        return False
+
+    def draw_more(self, request: R, params: SamplingParams) -> int | None:
+        """Have more samples drawn than returned, by changing ``params``. Returns how many of each
+        prompt's are returned; None where all are. Raises :class:`ApiError` 400.
+        """
+        return None
+
+    def default_max_tokens(self, config: ServerConfig) -> int | None:
+        """Output tokens of who asks for no number; None for all that the context has room for."""
+        return None
+
+
+async def answer(endpoint: Endpoint[R], service: Service, exchange: Exchange) -> None:
+    """Answer a request to ``endpoint``."""
+    prepared = await _prepare(endpoint, service, exchange)
+    exchange.release_body()
+    await prepared.run()
+
+
+async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) -> Answer:
+    """Check and tokenize. What the body held ends here: the prompts that are kept fit a context."""
+    model, gate = service.require_model()
+    config, tenant = service.config, exchange.tenant
+    body = await exchange.json_body(service.bodies)
+    request = decode(body, endpoint.schema)
+    exchange.watch()
+    model.check_name(request.model)
+    params = make_params(request, model, config)
+    priority = priority_of(request, tenant)
+    knock(gate, tenant, priority, params.n, service.clock())
+    keep = endpoint.draw_more(request, params)
+    deadline = deadline_of(request.timeout, exchange, config)
+    wishes = make_wishes(endpoint, request, config.stream_interval)
+    async with ends_by(deadline):
+        params.grammar = await grammar_of(request, service.checks, tenant)
+        reader = service.reader(model, tenant)
+        prompts = await endpoint.read(request, reader, len(body), params, config)
+    order = Order(
+        prompts=prompts,
+        params=params,
+        default_max_tokens=endpoint.default_max_tokens(config),
+        deadline=deadline,
+        priority=priority,
+        cache_salt=request.cache_salt,
+        grammar_field=grammar_field(request),
+        echo=wishes.echo,
+        keep=keep,
+    )
+    record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
+    head = make_head(endpoint.id_prefix, model, request)
+    frames = endpoint.frames(head, wishes, model.tokenizer, record)
+    return Answer(service, exchange, record, frames, stream=bool(request.stream), keep=keep)
+
+
+def make_head(prefix: str, model: ServedModel, request: GenerationRequest) -> Head:
+    """The constant part of an answer. The model is called what the client called it."""
+    return Head(
+        id=f"{prefix}-{os.urandom(16).hex()}",
+        created=int(time.time()),
+        model=request.model or model.name,
+        fingerprint=model.fingerprint,
+    )
+
+
+def make_wishes(endpoint: Endpoint[R], request: R, default_interval: int) -> Wishes:
+    """What the client wants to see. Raises :class:`ApiError` 400 for what makes no sense."""
+    options = request.stream_options
+    if options is not None and not request.stream:
+        raise bad_request("stream_options needs stream: true.", "stream_options")
+    interval = request.stream_interval or default_interval
+    if interval < 1:
+        raise bad_request("stream_interval must be at least 1.", "stream_interval")
+    if request.prompt_logprobs is not None and request.stream:
+        raise unsupported("prompt_logprobs cannot be streamed; use echo.", "prompt_logprobs")
+    return Wishes(
+        logprobs=endpoint.wants_logprobs(request),
+        prompt_logprobs=request.prompt_logprobs is not None,
+        echo=endpoint.echoes(request),
+        token_ids=bool(request.return_token_ids),
+        tokens_as_ids=bool(request.return_tokens_as_token_ids),
+        include_usage=bool(options and options.include_usage),
+        continuous_usage=bool(options and options.continuous_usage_stats),
+        interval=interval,
+    )
