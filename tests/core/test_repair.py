@@ -1,7 +1,8 @@
 """Books that do not balance: the audit sees it, the repair mends it, and nobody's answer changes.
 
 Every book is spoilt in every way that somebody thought of, between two steps and in the middle of
-one; the model of :mod:`core.driver` notices whoever reads a page that is not its own.
+one, and commits break off at every call they make; the model of :mod:`core.driver` notices whoever
+reads a page that is not its own.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from core.driver import Driver, make_scheduler, solo, tenants_of
 from turnstile.core.events import Repaired, WaitReason
 from turnstile.core.fairness import Lane
 from turnstile.core.pages import AuditError
-from turnstile.core.plan import Outcome, Plan
+from turnstile.core.plan import Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence, State
-from turnstile.core.scheduler import MOST_MISTAKES, Scheduler
+from turnstile.core.scheduler import MOST_MISTAKES, CommitError, Scheduler
 
 Spoil = Callable[[Scheduler, random.Random], object]
 
@@ -306,6 +307,106 @@ def test_whose_table_is_wrong_time_and_again_fails_alone() -> None:
                 sequence.table.pages.pop()
         scheduler.repair(driver.now)
     driver.run()
+    for request in requests:
+        for index in range(request.n):
+            reason = driver.finished[request.id, index]
+            assert (reason is FinishReason.ERROR) == (request.id == name)
+            if request.id != name:
+                assert driver.outputs[request.id, index] == solo(request, index)
+
+
+class Stumbling:
+    """Makes the ``at``-th call that commits make into the books raise: before it does anything, or
+    when all is done.
+    """
+
+    def __init__(self, scheduler: Scheduler, at: int, late: bool) -> None:
+        self.scheduler, self.at, self.late = scheduler, at, late
+        self.calls = self.stumbled = 0
+        self.within = False
+        books = scheduler.books
+        self.commit = scheduler.commit
+        scheduler.commit = self.committing  # type: ignore[method-assign]
+        for part in (
+            books, books.pool, books.cache, books.queue, books.slots, books.alive, books.waiting,
+            books.deadlines, scheduler.admission, scheduler.cost, scheduler.attendance,
+        ):  # fmt: skip
+            for name in dir(type(part)):
+                if not name.startswith("__") and callable(method := getattr(part, name)):
+                    setattr(part, name, self.tripping(method))
+
+    def tripping(self, method: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **named: object) -> object:
+            self.calls += self.within
+            strikes = self.within and self.calls == self.at
+            if strikes:
+                self.within, self.stumbled = False, self.stumbled + 1
+            if strikes and not self.late:
+                raise ArithmeticError("a test made this fail")
+            answer = method(*args, **named)
+            if strikes:
+                raise ArithmeticError("a test made this fail")
+            return answer
+
+        return call
+
+    def committing(
+        self, plan: Plan, outcomes: list[Outcome], now: float, seconds: float = 0.0
+    ) -> list[Progress]:
+        self.within = True
+        try:
+            return self.commit(plan, outcomes, now, seconds)
+        except CommitError as error:
+            self.scheduler.repair(now)
+            return error.progress
+        finally:
+            self.within = False
+
+
+@settings(max_examples=200)
+@given(
+    st.integers(0, 2**16),
+    st.integers(1, 400),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(["fair", "fcfs"]),
+    st.sampled_from(["expected", "optimistic"]),
+)
+def test_wherever_a_commit_breaks_off_everybody_gets_the_answer_it_gets_alone(
+    seed: int, at: int, late: bool, caching: bool, queue: str, policy: str
+) -> None:
+    driver, requests = busy(
+        seed, 0, pages=30, prefix_caching=caching, queue=queue, admission=policy
+    )
+    stumbling = Stumbling(driver.scheduler, at, late)
+    check_answers(driver, requests)
+    assert stumbling.stumbled == driver.scheduler.statistics.repairs == (stumbling.calls >= at)
+
+
+def test_what_cannot_be_committed_time_and_again_fails_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver, requests = busy(5, steps=3)
+    scheduler = driver.scheduler
+    name = scheduler.running[-1].request.id
+    commit, extend = scheduler.commit, Sequence.extend
+
+    def extending(self: Sequence, *args: object) -> object:
+        if self.request.id == name:
+            raise ArithmeticError("a test made this fail")
+        return extend(self, *args)  # type: ignore[arg-type]
+
+    def committing(*args: object) -> list[Progress]:
+        try:
+            return commit(*args)  # type: ignore[arg-type]
+        except CommitError as error:
+            scheduler.repair(driver.now)
+            return error.progress
+
+    monkeypatch.setattr(Sequence, "extend", extending)
+    monkeypatch.setattr(scheduler, "commit", committing)
+    driver.run()
+    assert scheduler.statistics.repairs >= MOST_MISTAKES
     for request in requests:
         for index in range(request.n):
             reason = driver.finished[request.id, index]

@@ -11,6 +11,7 @@ from turnstile.core.admission import ExpectedAdmission
 from turnstile.core.fairness import FairQueue
 from turnstile.core.pages import AuditError, PagePool
 from turnstile.core.plan import Plan
+from turnstile.core.request import Sequence
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine.client import Generation
 from turnstile.engine.executor import ChunkResult
@@ -84,7 +85,7 @@ def test_a_step_that_breaks_the_books_costs_nobody_else_anything() -> None:
     machine.run()
     machine.check(crowd())
     assert list(machine.errors) == ["corrupt"]
-    assert "left its pages" in machine.errors["corrupt"]
+    assert "left the books of the engine wrong" in machine.errors["corrupt"]
     assert len(machine.outputs["corrupt", 0]) == 2
     assert machine.snapshot.repairs == machine.events.count("Repaired") == 3
 
@@ -147,6 +148,25 @@ def test_of_a_step_whose_pages_are_in_doubt_the_rest_is_computed_at_once() -> No
     assert executor.spoilt
     assert machine.snapshot.repairs == 1
     assert 1 <= machine.scheduler.statistics.preemptions <= 3
+
+
+def test_a_commit_that_breaks_off_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine = Machine()
+    finished, ends = machine.scheduler.admission.finished, []
+
+    def failing(sequence: Sequence) -> None:
+        ends.append(sequence)
+        if len(ends) == 2:
+            raise RuntimeError("this end fails, as a test told it to")
+        finished(sequence)
+
+    monkeypatch.setattr(machine.scheduler.admission, "finished", failing)
+    machine.submit(*crowd())
+    machine.run()
+    machine.check(crowd())
+    assert not machine.errors
+    assert machine.snapshot.repairs == 1
+    assert ends.count(ends[1]) == 2, "it ends again when it has been computed again"
 
 
 def test_a_page_that_leaked_is_found_when_nobody_is_alive_any_more() -> None:

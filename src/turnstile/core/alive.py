@@ -39,6 +39,10 @@ class Alive:
         if not group:
             del self._of[sequence.request.id]
 
+    def replace(self, request_id: str, samples: list[Sequence]) -> None:
+        """Of a request these samples are alive."""
+        self._of[request_id] = samples
+
     def rebuild(self, sequences: Iterable[Sequence]) -> None:
         """Write the book anew: these are alive."""
         sequences = list(sequences)

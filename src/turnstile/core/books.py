@@ -22,7 +22,7 @@ from turnstile.core.deadlines import Deadlines
 from turnstile.core.events import AnyEvent, WaitReason
 from turnstile.core.fairness import QueuePolicy
 from turnstile.core.pages import PagePool
-from turnstile.core.plan import Progress
+from turnstile.core.plan import Chunk, Progress
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.repair import believable, start_anew
 from turnstile.core.request import FinishReason, Request, Sequence, State
@@ -183,6 +183,33 @@ class Books:
             unborn.state = State.FINISHED
             ended.append(Progress(unborn, 0, (), reason, error, sample=index))
         return ended
+
+    def take_back(self, chunk: Chunk, charged: float) -> None:
+        """Undo whatever a commit has done with a chunk before it broke off: its sequence is alive
+        again, as long, as far computed and as much ``charged`` as before. Only these are right
+        then: everything else must be written anew by :meth:`repair`.
+        """
+        sequence, request_id = chunk.sequence, chunk.sequence.request.id
+        self.queue.charge(sequence, charged - sequence.charged)
+        sequence.computed = chunk.start
+        sequence.state = State.RUNNING
+        if chunk.samples:
+            del sequence.tokens[chunk.end - len(chunk.drafts) :]
+        family, undone = self.alive.of(request_id), [sequence.index]
+        if chunk.samples > 1 and not chunk.drafts:
+            # A fork: until it has happened nobody else of this request is alive.
+            sequence.fork_width = chunk.samples
+            family, undone = [], list(range(chunk.samples))
+        if sequence not in family:
+            family.append(sequence)
+        self.events[:] = [
+            event
+            for event in self.events
+            if not isinstance(event, events.Finished | events.Forked)
+            or event.request_id != request_id
+            or event.index not in undone
+        ]
+        self.alive.replace(request_id, family)
 
     def _give_up_slot(self, sequence: Sequence, now: float) -> None:
         self.attendance.stopping(sequence)

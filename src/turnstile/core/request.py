@@ -93,10 +93,9 @@ class Sequence:
     a request until its prompt is computed, 1 for every other. ``place`` is where it stands among
     those waiting (smaller first), set by the queue. ``blocked`` remembers when it last did not fit
     (:mod:`entrance`): the count of changes in the slots, and how many pages were cached for it.
-    ``catching_up`` is true from getting a slot
-    until the first draw after that. ``mistakes`` counts how often its page table was found wrong
-    (:mod:`repair`). ``keys`` are the prefix-cache keys of its full pages, as far
-    as they have been needed.
+    ``catching_up`` is true from getting a slot until the first draw after that. ``mistakes`` counts
+    how often its page table was found wrong (:mod:`repair`), or its outcome could not be committed.
+    ``keys`` are the prefix-cache keys of its full pages, as far as they have been needed.
     """
 
     __slots__ = (

@@ -45,7 +45,15 @@ from turnstile.core.settings import Statistics as Statistics
 OUTPUT_CHARGE = 2.0
 """Service of an output token, in units of an uncached prompt token."""
 MOST_MISTAKES = 3
-"""How often a sequence's page table may be found wrong before it fails."""
+"""How often a sequence may leave the books wrong before it fails."""
+
+
+class CommitError(RuntimeError):
+    """A commit broke off: see :meth:`Scheduler.commit`. ``progress`` is what of it is true."""
+
+    def __init__(self, progress: list[Progress]) -> None:
+        super().__init__("An outcome could not be written into the books, which must be repaired.")
+        self.progress = progress
 
 
 class Scheduler:
@@ -122,12 +130,14 @@ class Scheduler:
         tokens). Only between a plan and its commit, or between steps.
 
         Whose pages are in doubt is computed again; of a plan that was made before, its commit
-        leaves those out. Whose own page table was found wrong for the ``MOST_MISTAKES``-th time
-        fails: something about it does that. Returns how many are computed again.
+        leaves those out. Whose own page table was found wrong, or whose outcome could not be
+        committed, for the ``MOST_MISTAKES``-th time fails: something about it does that. Returns
+        how many are computed again.
         """
         lost, wrong = self.books.repair(now)
         for sequence in wrong:
             sequence.mistakes += 1
+        for sequence in list(self.books.alive):
             if sequence.mistakes >= MOST_MISTAKES:
                 self.books.ended += self.fail(sequence, _MISTAKEN, now)
         return len(lost)
@@ -360,38 +370,56 @@ class Scheduler:
         ------
         ValueError
             An outcome does not answer its chunk. Nothing has changed then.
+        CommitError
+            Something else went wrong in the middle. What came before it is true and told in the
+            error; what was being done, and whatever came after, is as if it had not been computed,
+            and will be again. The books must be mended by :meth:`repair` before they are used.
         """
         plan.check(outcomes)
         progress: list[Progress] = []
         absent = self.attendance.absent
-        draws, prefill = absent.batch, 0
-        crowd = plan.num_decodes
-        for i, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
-            sequence = chunk.sequence
-            if sequence.state is not State.RUNNING:
-                continue
-            if chunk.start < sequence.num_prompt:
-                prefill += min(chunk.end, sequence.num_prompt) - chunk.start
-            if i < crowd and outcome.error is None and not sequence.catching_up:
-                step = self._commit_decode(sequence, outcome.tokens, now)
-                step.chunk = i
-                progress.append(step)
-                draws += 1
-                continue
-            for step in self._commit_chunk(chunk, outcome, now):
-                step.chunk = i
-                progress.append(step)
-                draws += len(step.tokens)
-        self.attendance.committed(plan, now)
-        cost = StepCost.of(plan) + absent
-        self.cost.observe(cost, seconds)
         self.statistics.steps += 1
+        try:
+            prefill = self._commit_chunks(plan, outcomes, now, progress)
+            self.attendance.committed(plan, now)
+            cost = StepCost.of(plan) + absent
+            self.cost.observe(cost, seconds)
+        except Exception as error:
+            raise CommitError(progress) from error
+        draws = absent.batch + sum([len(step.tokens) for step in progress])
         self.statistics.generated_tokens += draws
         self.statistics.computed_tokens += cost.tokens
         self.books.events.append(
             events.Stepped(now, plan.step, cost.tokens, prefill, cost.batch, draws, seconds)
         )
         return progress
+
+    def _commit_chunks(
+        self, plan: Plan, outcomes: Seq[Outcome], now: float, progress: list[Progress]
+    ) -> int:
+        """Append to ``progress`` chunk by chunk: whatever raises, it says what has been done.
+        Returns how many tokens of prompts were computed.
+        """
+        crowd, prefill = plan.num_decodes, 0
+        for number, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
+            sequence, charged = chunk.sequence, chunk.sequence.charged
+            if sequence.state is not State.RUNNING:
+                continue
+            if chunk.start < sequence.num_prompt:
+                prefill += min(chunk.end, sequence.num_prompt) - chunk.start
+            try:
+                if number < crowd and outcome.error is None and not sequence.catching_up:
+                    steps = [self._commit_decode(sequence, outcome.tokens, now)]
+                else:
+                    steps = self._commit_chunk(chunk, outcome, now)
+            except Exception:
+                sequence.mistakes += 1
+                self.books.take_back(chunk, charged)
+                raise
+            for step in steps:
+                step.chunk = number
+            progress += steps
+        return prefill
 
     def _commit_decode(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> Progress:
         """:meth:`_commit_chunk` of a token computed and one drawn, which is nearly all there is:
@@ -459,4 +487,4 @@ class Scheduler:
         return Progress(sequence, first, tokens, finish)
 
 
-_MISTAKEN = "The request left its pages of the KV cache wrong each time it was computed."
+_MISTAKEN = "The request left the books of the engine wrong each time it was computed."

@@ -27,7 +27,7 @@ from turnstile.core.events import Admitted, encode
 from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
-from turnstile.core.scheduler import Scheduler
+from turnstile.core.scheduler import CommitError, Scheduler
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import (
@@ -195,7 +195,7 @@ class StepLoop:
         self._busy += self._step_seconds
         # A step that had to be tried again says nothing of what steps cost.
         seconds = self._step_seconds if whole else 0.0
-        for progress in self.scheduler.commit(plan, results, ended_at, seconds):
+        for progress in self._commit(plan, results, ended_at, seconds):
             self._add_row(progress, results[progress.chunk])
         now = self._clock()
         self._turns.observe(cost, now - turn_began)
@@ -304,28 +304,42 @@ class StepLoop:
         except Exception as error:  # as above
             return self._halve(plan, error)
 
+    def _commit(
+        self, plan: Plan, results: list[ChunkResult], now: float, seconds: float
+    ) -> list[Progress]:
+        """Commit a step. Where that breaks off, who has not been committed by then is computed
+        again, and draws the same.
+        """
+        try:
+            return self.scheduler.commit(plan, results, now, seconds)
+        except CommitError as error:
+            logger.exception("Step %d cannot be committed", plan.step)
+            self._repair(error)
+            return error.progress
+
     # -- the books --------------------------------------------------------------------------------
 
     def _mend(self) -> None:
-        """Check the books of the scheduler, and write them anew where they do not balance.
-
-        Raises what is wrong where that has been needed too often lately, or does not help.
-        """
+        """Check the books of the scheduler, and write them anew where they do not balance."""
         try:
             self.scheduler.audit()
         except Exception as error:
             # Not AuditError alone: an audit can stumble over what it is to find.
-            now = self.scheduler.statistics.steps
-            self._repaired_at = [at for at in self._repaired_at if now - at < REPAIR_WINDOW]
-            if len(self._repaired_at) >= MOST_REPAIRS:
-                raise
-            self._repaired_at.append(now)
-            self._untold = True
-            again = counted(self.scheduler.repair(self._clock()), "sequence")
-            logger.error(
-                "The books did not balance: %s Repaired; computed again: %s.", error, again
-            )
-            self.scheduler.audit()
+            self._repair(error)
+
+    def _repair(self, error: Exception) -> None:
+        """Write the books anew because of ``error``; raises it where that has been needed too often
+        lately, or whatever is still wrong then.
+        """
+        now = self.scheduler.statistics.steps
+        self._repaired_at = [at for at in self._repaired_at if now - at < REPAIR_WINDOW]
+        if len(self._repaired_at) >= MOST_REPAIRS:
+            raise error
+        self._repaired_at.append(now)
+        self._untold = True
+        again = counted(self.scheduler.repair(self._clock()), "sequence")
+        logger.error("The books did not balance: %s Repaired; computed again: %s.", error, again)
+        self.scheduler.audit()
 
     def _check_rest(self) -> None:
         """Nobody is alive: then nobody holds a page. What has leaked is found here, in O(1)."""
