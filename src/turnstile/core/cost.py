@@ -135,8 +135,8 @@ class Coefficients:
 class CostModel:
     """Fits :class:`Coefficients` to the steps it is shown.
 
-    ``observe`` is O(1); the fit is made anew at most every ``REFIT`` steps (``REFIT_FINE`` for
-    the finer model), when it is asked for.
+    ``observe`` is O(1); the fit is made anew every ``REFIT`` steps (``REFIT_FINE`` for the finer
+    model).
 
     Parameters
     ----------
@@ -147,6 +147,8 @@ class CostModel:
     REFIT, REFIT_FINE = 32, 64
     HALF_LIFE = 1000.0
     WARM = 20
+    TRUSTED = 4.0
+    """How many times as long as foretold a step may take, or as short, and count in full."""
     # Brings the features to one magnitude, so that the ridge means the same for each.
     SCALE = np.array([1.0, 1e2, 1e5, 1e2, 1e4])
     KNEES = np.array([0, 8, 16, 32, 64, 128])
@@ -160,12 +162,12 @@ class CostModel:
         size = 5 if fine else 4
         self._scale = self.SCALE[:size]
         self._knees = self.KNEES if fine else self.KNEES[:1]
-        # For each knee. The sum of the weights is what is left before anything is explained.
+        # For each knee; and the sum of the squares that the knees are to explain.
         self._gram = np.zeros((len(self._knees), size, size))
         self._moment = np.zeros((len(self._knees), size))
-        self._weight = 0.0
+        self._squares = 0.0
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
-        self._fitted_at = -1
+        self._fitted_at = 0
         self._coefficients = Coefficients(0.0, 0.0, 0.0, 0.0)
 
     @property
@@ -177,31 +179,42 @@ class CostModel:
         """Learn that a step of this cost took ``seconds``."""
         if cost.tokens == 0 or not seconds > 0.0:
             return
-        # Relative errors count: a step of 5 ms matters as much as one of 500.
         values = [1.0, cost.tokens, cost.query_context, cost.batch]
         if self.fine:
             values[2] -= cost.decode_context
             values.append(cost.decode_reads)
+        expected = self._expected(cost, seconds)
         features = np.tile(np.array(values), (len(self._knees), 1))
         np.maximum(features[:, 1], self._knees, out=features[:, 1])
-        features /= self._scale * seconds
+        features /= self._scale * expected
+        ratio = seconds / expected
         self._gram *= self._decay
         self._gram += features[:, :, None] * features[:, None, :]
         self._moment *= self._decay
-        self._moment += features
-        self._weight = self._weight * self._decay + 1.0
+        self._moment += features * ratio
+        self._squares = self._squares * self._decay + ratio * ratio
         self.samples += 1
         self.largest_batch = max(self.largest_batch, cost.batch)
+        due = self.REFIT_FINE if self.fine else self.REFIT
+        if self.samples <= self.WARM or self.samples - self._fitted_at >= due:
+            self._fit()
+
+    def _expected(self, cost: StepCost, seconds: float) -> float:
+        """What a step's error is measured by, so that one of 5 ms matters as much as one of 500.
+
+        What the step was foretold to take, not what it took: relative to the latter a step that
+        was held up would count for little, and the fit would tell the time of a step that is not
+        held up, 3 to 7 % below the mean. Within bounds, as one that hung for a second must not
+        weigh like a thousand others.
+        """
+        if not self.warm:
+            return seconds
+        foretold = self._coefficients.predict(cost)
+        return min(max(foretold, seconds / self.TRUSTED), seconds * self.TRUSTED)
 
     @property
     def coefficients(self) -> Coefficients:
         """The current fit, all zero while nothing was seen."""
-        if self.samples and (
-            self._fitted_at < 0
-            or self.samples - self._fitted_at >= (self.REFIT_FINE if self.fine else self.REFIT)
-            or self.samples <= self.WARM
-        ):
-            self._fit()
         return self._coefficients
 
     def predict(self, cost: StepCost) -> float:
@@ -229,9 +242,9 @@ class CostModel:
         least = math.inf
         for knee, gram, moment in zip(self._knees.tolist(), self._gram, self._moment, strict=True):
             solution = _least_squares(gram, moment)
-            left = float(self._weight - 2.0 * moment @ solution + solution @ gram @ solution)
+            left = float(self._squares - 2.0 * moment @ solution + solution @ gram @ solution)
             # A higher knee must explain more than chance does.
-            chance = 4.0 * max(left / self._weight, 1e-4)
+            chance = 4.0 * max(left / self._squares, 1e-4)
             if least == math.inf or left < least - chance:
                 least = left
                 alpha, beta, gamma, delta, *rest = (solution / self._scale).tolist()
