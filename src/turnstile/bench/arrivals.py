@@ -17,6 +17,10 @@ from numpy.typing import NDArray
 Seconds = NDArray[np.float64]
 
 
+class ArrivalError(ValueError):
+    """Requests cannot come like this; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class ClosedLoop:
     """A number of users, each of whom asks again as soon as the answer is complete.
@@ -31,7 +35,7 @@ class ClosedLoop:
 
     def __post_init__(self) -> None:
         if self.users < 1:
-            raise ValueError(f"a closed loop needs at least one user, got {self.users}")
+            raise ArrivalError(f"a closed loop needs at least one user, got {self.users}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +56,11 @@ class OpenLoop:
 
     def __post_init__(self) -> None:
         if any(b < a for a, b in zip(self.times, self.times[1:], strict=False)):
-            raise ValueError("arrival times must not fall")
+            raise ArrivalError("arrival times must not fall")
         if self.max_concurrency is not None and self.max_concurrency < 1:
-            raise ValueError("max_concurrency must be at least 1")
+            raise ArrivalError(
+                f"at least one request must be open at a time, got {self.max_concurrency}"
+            )
 
 
 Arrivals = ClosedLoop | OpenLoop
@@ -74,9 +80,7 @@ def gamma(rate: float, count: int, burstiness: float, rng: np.random.Generator) 
         Shape of the gamma distribution: 1 is a Poisson process, less comes in bursts, more comes
         regularly. The squared coefficient of variation of the gaps is 1/`burstiness`.
     """
-    _check_rate(rate)
-    if burstiness <= 0:
-        raise ValueError(f"burstiness must be over 0, got {burstiness}")
+    check_gaps(rate, burstiness)
     gaps = rng.gamma(burstiness, 1.0 / (rate * burstiness), count)
     return np.cumsum(gaps)
 
@@ -99,8 +103,8 @@ class Ramp:
     end: float
 
     def __post_init__(self) -> None:
-        _check_rate(self.start)
-        _check_rate(self.end)
+        check_gaps(self.start)
+        check_gaps(self.end)
 
     def bend(self, times: Seconds) -> Seconds:
         """Bend arrivals of mean rate 1/s.
@@ -124,6 +128,9 @@ class Ramp:
         return np.asarray(np.log1p(growth * times / self.start) / growth)
 
 
-def _check_rate(rate: float) -> None:
+def check_gaps(rate: float, burstiness: float = 1.0) -> None:
+    """Raise :class:`ArrivalError` unless gaps of this rate and shape can be drawn."""
     if not (rate > 0 and math.isfinite(rate)):
-        raise ValueError(f"a rate must be over 0 and finite, got {rate}")
+        raise ArrivalError(f"a rate must be over 0 and finite, got {rate:g} a second")
+    if not (burstiness > 0 and math.isfinite(burstiness)):
+        raise ArrivalError(f"burstiness must be over 0 and finite, got {burstiness:g}")

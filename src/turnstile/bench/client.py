@@ -16,6 +16,15 @@ class ServerError(Exception):
     """The server cannot be measured; the message says why."""
 
 
+class RefusalError(ServerError):
+    """The server answers a question with an HTTP status that is no success."""
+
+    def __init__(self, question: str, status: int, body: bytes) -> None:
+        self.status = status
+        self.words = _words_of(body)
+        super().__init__(f"{question} answers HTTP {status}: {self.words}")
+
+
 class Tokenizer(Protocol):
     """Text to ids and back."""
 
@@ -65,8 +74,8 @@ class RemoteTokenizer:
     async def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
             return await ask(self._pool, "POST", path, msgspec.json.encode(body))
-        except ServerError as error:
-            if "HTTP 404" not in str(error) and "HTTP 405" not in str(error):
+        except RefusalError as error:
+            if error.status not in (404, 405) or self._model in error.words:
                 raise
             raise ServerError(
                 f"the server has no {path}: name its tokenizer with --tokenizer DIRECTORY"
@@ -153,5 +162,16 @@ async def _send(pool: Pool, method: str, path: str, body: bytes = b"") -> bytes:
     except BrokenResponseError as error:
         raise ServerError(f"{method} {path}: {error}") from None
     if response.status != 200:
-        raise ServerError(f"{method} {path} answers HTTP {response.status}: {response.body!r}")
+        raise RefusalError(f"{method} {path}", response.status, response.body)
     return response.body
+
+
+def _words_of(body: bytes) -> str:
+    """What a server says of an error: OpenAI's ``error.message``, or as much of it as fits."""
+    try:
+        answer = msgspec.json.decode(body)
+    except msgspec.DecodeError:
+        answer = None
+    error = answer.get("error") if isinstance(answer, dict) else None
+    told = error.get("message") if isinstance(error, dict) else None
+    return told if isinstance(told, str) else body[:200].decode("utf-8", "replace")

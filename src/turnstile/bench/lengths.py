@@ -209,8 +209,10 @@ def parse_lengths(text: str) -> LengthDistribution:
             return Uniform(int(low), int(high))
         if not rest:
             return Fixed(int(head))
-    except (TypeError, ValueError) as error:
+    except LengthError as error:
         raise LengthError(f"{text!r} is not a length: {error}") from None
+    except (TypeError, ValueError):
+        pass  # no numbers where they should be
     if len(rest) == 1 and rest[0] in ("prompt", "output"):
         return trace_lengths(head)[rest[0] == "output"]
     raise LengthError(

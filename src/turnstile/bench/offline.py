@@ -29,6 +29,10 @@ Result = dict[str, Any]
 Tell = Callable[[str], None]
 
 
+class SizeError(ValueError):
+    """There is nothing to measure; the message names the flag."""
+
+
 class IncompleteError(RuntimeError):
     """The engine left answers short, so that there is nothing to report."""
 
@@ -126,7 +130,7 @@ def latency(
 
     Raises
     ------
-    ValueError
+    SizeError
         If there is nothing to measure.
     IncompleteError
         If an answer ended early.
@@ -138,7 +142,7 @@ def latency(
         ("--num-iters", num_iters),
     ):
         if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
+            raise SizeError(f"{name} must be at least 1, got {value}")
     prose, tokenize = Prose(text_seed), _tokenizer(llm)
 
     def batch() -> list[Planned]:

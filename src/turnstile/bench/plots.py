@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 SUFFIXES = (".svg", ".png", ".pdf")
-BINS = 120  # of the time axis
+BINS = 120  # of the time axis, at most
+BIN_S = 0.25  # shorter ones would show single steps
 
 Result = dict[str, Any]
 
@@ -73,7 +74,7 @@ def plot_sweep(result: Result, path: Path) -> None:
             axis.plot(labels, values, marker="o", label=rank)
         axis.set(ylabel=title, xlabel="load")
         if np.isfinite(drawn).any():
-            axis.set_yscale("log")
+            _logarithmic(axis)
         axis.legend()
     if result["capacity"] in labels:
         for axis in axes:
@@ -94,6 +95,15 @@ def _pyplot() -> Any:
     from matplotlib import pyplot
 
     return pyplot
+
+
+def _logarithmic(axis: Any) -> None:
+    """A logarithmic axis of plain numbers, between powers of ten too where there is room."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(LogFormatter())
+    axis.yaxis.set_minor_formatter(LogFormatter(labelOnlyBase=False, minor_thresholds=(1.5, 0.5)))
 
 
 def _flat(details: Sequence[Result], name: str) -> list[float]:
@@ -127,7 +137,8 @@ def _over_time(axis: Any, detail: Result) -> None:
         for offset in np.concatenate([[0.0], np.cumsum(gaps)])
     ]
     end = max(detail["end_times"], default=1.0)
-    counts, edges = np.histogram(events, bins=BINS, range=(0.0, max(end, 1e-9)))
+    bins = min(BINS, max(1, int(end / BIN_S)))
+    counts, edges = np.histogram(events, bins=bins, range=(0.0, max(end, 1e-9)))
     axis.plot(edges[:-1], counts / np.diff(edges), linewidth=1)
     axis.set(xlabel="seconds", ylabel="events with text a second")
     running = axis.twinx()

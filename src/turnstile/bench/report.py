@@ -140,12 +140,15 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     ReportError
         If the two measured different work.
     """
-    for key in ("workload", "length_seed"):
-        one, other = first[key], second[key]
-        if key == "workload":  # its summary is words: the other fields say what was done
-            one, other = one | {"summary": ""}, other | {"summary": ""}
-        if one != other:
-            raise ReportError(f"The results differ in {key}: {first[key]} and {second[key]}.")
+    work = [{**each["workload"], "length seed": each["length_seed"]} for each in (first, second)]
+    different = [
+        f"{field} {work[0].get(field)} and {work[1].get(field)}"
+        for field in work[0] | work[1]
+        # The summary is words: the other fields say what was done.
+        if field != "summary" and work[0].get(field) != work[1].get(field)
+    ]
+    if different:
+        raise ReportError(f"The results are of different work: {'; '.join(different)}.")
     lines = [f"{'':<16}{'A':>12}{'B':>12}{'B/A':>8}"]
     for label, path, more_is_better in COMPARED:
         a, b = _at(first["median"], path), _at(second["median"], path)

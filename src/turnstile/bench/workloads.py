@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from turnstile.bench.arrivals import Arrivals, ClosedLoop, OpenLoop, Ramp, all_at_once, gamma
+from turnstile.bench.arrivals import (
+    Arrivals,
+    ClosedLoop,
+    OpenLoop,
+    Ramp,
+    all_at_once,
+    check_gaps,
+    gamma,
+)
 from turnstile.bench.datasets import FileDataset
 from turnstile.bench.lengths import Fixed, LengthDistribution, Lognormal, Uniform
 
@@ -85,6 +93,11 @@ class Workload:
             raise WorkloadError("a prefix needs at least 0 tokens, and at least one group")
         if self.turn_delay < 0:
             raise WorkloadError("the delay between turns must not be negative")
+        # Now, and not when the prompts have been cut.
+        if self.users is not None:
+            ClosedLoop(self.users)
+        check_gaps(1.0 if self.rate is None else self.rate, self.burstiness)
+        OpenLoop((), self.max_concurrency)
 
     def arrivals(self, seed: int) -> Arrivals:
         """When the requests come; the seed decides the gaps of an open loop."""

@@ -47,6 +47,7 @@ def latency(
     from turnstile.llm import LLM
 
     saving = saving or Saving()
+    saving.check()
     with LLM(**vars(engine or EngineConfig())) as llm:
         result = offline.latency(
             llm,

@@ -151,6 +151,18 @@ class Saving:
     result_dir: Path | None = None
     """Directory for the file; made if it is not there."""
 
+    def check(self) -> None:
+        """Find out before a measurement whether its file can be written.
+
+        Raises
+        ------
+        UsageError
+            If its directory is not there, or not ours to write to.
+        """
+        directory = self.path("check").parent
+        if not os.access(directory, os.W_OK | os.X_OK):
+            raise UsageError(f"nothing can be written into the directory {directory}")
+
     def path(self, what: str) -> Path:
         """The file for a result of this kind."""
         file = self.output or Path(time.strftime(f"bench-{what}-%Y%m%d-%H%M%S.json"))

@@ -32,6 +32,7 @@ def serve(
     chosen = (load or Load()).applied_to((work or Work()).chosen("W1"))
     settings = (measuring or Measuring()).settings(target)
     what = chosen.name.rstrip("*")
+    saving.check()
     if saving.plot is not None:
         check(saving.plot)
     try:

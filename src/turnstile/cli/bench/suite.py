@@ -54,6 +54,7 @@ def suite(
     from turnstile.bench.workloads import WORKLOADS, choose
 
     saving = saving or Saving()
+    saving.check()
     chosen = [
         choose(name, requests=num_prompts, rate=request_rate if name == "W5" else None)
         for name in workload or WORKLOADS

@@ -41,7 +41,8 @@ def sweep(
     target, saving = target or Target(), saving or Reporting()
     base = (work or Work()).chosen("W1")
     points = [(f"{rate:g}/s", load(base, rate=rate)) for rate in request_rate or ()]
-    points += [(f"{users} users", load(base, users=users)) for users in max_concurrency or ()]
+    points += [(_users(users), load(base, users=users)) for users in max_concurrency or ()]
+    saving.check()
     if saving.plot is not None:
         check(saving.plot)
     settings = (measuring or Measuring()).settings(target)
@@ -49,3 +50,7 @@ def sweep(
     publish(result, saving, "sweep", plot_sweep)
     print(sweep_table(result))
     return 0 if all(p["median"]["completed"] for p in result["points"]) else EXIT_FAILURES
+
+
+def _users(number: int) -> str:
+    return "1 user" if number == 1 else f"{number} users"

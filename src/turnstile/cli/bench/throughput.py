@@ -43,6 +43,7 @@ def throughput(
     from turnstile.llm import LLM
 
     saving = saving or Saving()
+    saving.check()
     chosen = (work or Work()).chosen("W2")
     if repeat < 1:
         raise UsageError("--repeat must be at least 1")
