@@ -131,16 +131,16 @@ def test_what_waits_for_a_stalled_reader_comes_in_order_once_it_reads(serve: Ser
 def test_a_row_that_cannot_be_taken_ends_its_own_request_alone(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from turnstile.text.output import TextStream
+    from turnstile.text.detokenizer import Detokenizer
 
-    push = TextStream.push
+    push = Detokenizer.push
 
-    def fail(self: TextStream, token_id: int, *rest: Any, **more: Any) -> bool:
+    def fail(self: Detokenizer, token_id: int) -> str:
         if token_id == 99:
             raise RuntimeError("out of order")
-        return push(self, token_id, *rest, **more)
+        return push(self, token_id)
 
-    monkeypatch.setattr(TextStream, "push", fail)
+    monkeypatch.setattr(Detokenizer, "push", fail)
 
     async def test() -> None:
         async with (

@@ -168,7 +168,8 @@ class Journal:
             entry.proven = True
         if sample.cached is None:
             sample.cached = row.cached_tokens
-        row.cached_tokens = sample.cached
+        if row.cached_tokens != sample.cached:
+            row.cached_tokens = sample.cached
         if row.prompt_logprobs:
             self._take_prompt_logprobs(entry, row)
         if row.finish is not None:

@@ -30,6 +30,8 @@ class Choice:
         Tokens covered by what was streamed.
     began
         Something of it was streamed.
+    passes
+        From now on its stream carries text alone, as it comes: :meth:`Frames.pass_on` makes it.
     logprob_sum
         Of its tokens, where log-probabilities were asked for.
     """
@@ -41,6 +43,7 @@ class Choice:
         "job",
         "last_time",
         "logprob_sum",
+        "passes",
         "sent_tokens",
         "stop_reason",
         "text",
@@ -55,6 +58,7 @@ class Choice:
         self.last_time: float | None = None
         self.sent_tokens = 0
         self.began = False
+        self.passes = False
         self.logprob_sum = 0.0
 
     @property

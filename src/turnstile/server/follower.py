@@ -42,7 +42,7 @@ class Follower:
         self._job = job
         self._record = record
         self._exchange = exchange
-        self._step = None if frames is None else frames.step
+        self._frames = frames
         self._metrics = service.metrics
         self._direct = exchange.direct
         self._outbox = service.outbox
@@ -89,15 +89,21 @@ class Follower:
 
     def _take_at_once(self, row: Row) -> bool:
         """Take a row where no task is needed for it; returns whether it was taken."""
-        direct, streamed = self._direct, self._step is not None
-        if row.finish is not None or (streamed and (direct is None or not direct.ready)):
+        direct, frames = self._direct, self._frames
+        if row.finish is not None or row.error is not None:
+            return False
+        if frames is not None and (direct is None or not direct.ready):
             return False
         choice = self._job.choices[row.sample_index]
         if choice.finish is not None:
             return True
         now = self._clock()
         try:
-            data = self._advance(choice, row, now)
+            if choice.passes and row.tokens and frames is not None:  # nearly every row
+                data = frames.pass_on(choice, row.tokens)
+                self._time(choice, len(row.tokens), now)
+            else:
+                data = self._advance(choice, row, now)
             if data and direct is not None:
                 self._outbox.add(direct, data)
                 self._exchange.last_write = now
@@ -110,8 +116,8 @@ class Follower:
     def _advance(self, choice: Choice, row: Row, now: float) -> bytes:
         """Take a row; returns what a stream may send after it."""
         self._take(choice, row, now)
-        if self._step is not None and (row.tokens or choice.finish is not None):
-            return self._step(choice)
+        if self._frames is not None and (row.tokens or choice.finish is not None):
+            return self._frames.step(choice)
         return b""
 
     def _expire(self) -> bytes:

@@ -29,7 +29,7 @@ class Detokenizer:
         model, not for a continuation, whose first space is real.
     """
 
-    __slots__ = ("_bytes_of", "_hidden", "_pending", "_strip", "_text_of")
+    __slots__ = ("_bytes_of", "_pending", "_strip", "_text_of")
 
     def __init__(
         self,
@@ -39,8 +39,7 @@ class Detokenizer:
         strip_first_space: bool = False,
     ) -> None:
         self._bytes_of = vocabulary.bytes_of
-        self._text_of = vocabulary.text_of
-        self._hidden: frozenset[int] = vocabulary.special if skip_special_tokens else frozenset()
+        self._text_of = vocabulary.read_of if skip_special_tokens else vocabulary.text_of
         self._strip = strip_first_space
         self._pending = b""
 
@@ -53,9 +52,10 @@ class Detokenizer:
         """Take one token; return the text that is whole now (often all of it, ``""`` inside a
         character). An id outside the vocabulary adds nothing.
         """
-        if token_id in self._hidden or not 0 <= token_id < len(self._bytes_of):
-            return ""
-        text = self._text_of[token_id]
+        table = self._text_of
+        text = table[token_id] if 0 <= token_id < len(table) else ""
+        if text == "" or not (text is None or self._pending or self._strip):
+            return text
         if text is None or self._pending:
             data = self._pending + self._bytes_of[token_id]
             text, used = _decode(data, "replace", False)

@@ -144,6 +144,22 @@ class TextStream:
                 return True
         return self.stopped
 
+    @property
+    def passes(self) -> bool:
+        """Whether :meth:`pass_on` may be used: nothing is looked for in the text, nor told of its
+        tokens.
+        """
+        return self._matcher is None and not self._options.logprobs
+
+    def pass_on(self, token_ids: Sequence[int]) -> str:
+        """:meth:`push` and :meth:`take_text` in one, for text that :attr:`passes`: what cannot be
+        held back needs no list to wait in.
+        """
+        self.num_tokens += len(token_ids)
+        text = "".join(map(self._detokenizer.push, token_ids))
+        self._length += len(text)
+        return self.take_text() + text if self._ready else text
+
     def finish(self) -> None:
         """No more tokens come: what was held back is text, and half a character is U+FFFD."""
         if self.stopped:

@@ -50,16 +50,22 @@ class Vocabulary:
         ``bytes_of[id]``, the bytes the token adds to the text (``b""`` where the id is unused).
     text_of
         ``text_of[id]``, the same as text where the bytes are whole characters, else None.
+    read_of
+        ``text_of`` as a user reads it: empty where the id is special.
     special
         Ids that are control tokens: not part of the text a user reads.
     """
 
-    __slots__ = ("bytes_of", "special", "text_of")
+    __slots__ = ("bytes_of", "read_of", "special", "text_of")
 
     def __init__(self, bytes_of: Sequence[bytes], special: Iterable[int]) -> None:
         self.bytes_of = list(bytes_of)
         self.special: frozenset[int] = frozenset(special)
         self.text_of = [_whole_text(data) for data in self.bytes_of]
+        self.read_of = list(self.text_of)
+        for token_id in self.special:
+            if 0 <= token_id < len(self.read_of):
+                self.read_of[token_id] = ""
 
     def __len__(self) -> int:
         return len(self.bytes_of)
