@@ -28,7 +28,7 @@ class GateConfig:
     """
 
     slots: int
-    budget: int = 512
+    budget: int = 768
     max_requests: int | None = None
     max_tokens: int | None = None
     max_wait: float | None = None

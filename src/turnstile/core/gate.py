@@ -2,7 +2,7 @@
 
 Pure: time is passed in, so that the simulator refuses as the server does. From outside::
 
-    gate = Gate(GateConfig(slots=128, budget=512, max_requests=1024, max_wait=60.0))
+    gate = Gate(GateConfig(slots=128, budget=768, max_requests=1024, max_wait=60.0))
     places = gate.enter([Work(tenant="a", prompt_tokens=90, max_tokens=200)], now)   or Refused
     gate.learn(EngineView.of(scheduler))           after every step
     place.start(now)                               it got a slot

@@ -38,7 +38,7 @@ class EngineConfig:
     """Most tokens of a prompt and its output. Default: the model's, if the pool holds it."""
     max_num_seqs: int = 128
     """Sequences computed at once (slots)."""
-    max_num_batched_tokens: int = 512
+    max_num_batched_tokens: int = 768
     """Tokens of a step, prompts and outputs together."""
     target_itl: float | None = None
     """Seconds a step should take while others stream; long prompts then get smaller chunks."""

@@ -157,7 +157,7 @@ def _calibration(options: MachineOptions, api_key: str | None) -> Calibration:
     if options.num_pages is None:
         raise CalibrationError(
             "A result of bench does not tell the pool: give --num-pages, and --max-num-seqs and "
-            "--max-num-batched-tokens where they are not 128 and 512."
+            "--max-num-batched-tokens where they are not 128 and 768."
         )
     engine = {name: getattr(options, name) for name in ENGINE_SETTINGS if hasattr(options, name)}
     engine |= {
@@ -214,7 +214,7 @@ def _stated(options: MachineOptions) -> tuple[Setup, str]:
         timing=LinearTiming(finite(Coefficients(alpha, beta, gamma, delta))),
         num_pages=options.num_pages,
         page_size=options.page_size[0] if options.page_size else 16,
-        scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=512),
+        scheduler=SchedulerConfig(max_num_seqs=128, max_num_batched_tokens=768),
     )
     return setup, "with the cost of steps as stated"
 
