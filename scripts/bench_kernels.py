@@ -29,7 +29,7 @@ PAGE = 16
 @dataclass(frozen=True)
 class Shape:
     """A step: ``decode`` sequences of about ``context`` tokens, the first ``shared`` of them in the
-    same pages, and ``prefill`` new prompts.
+    same pages, and ``prefill`` new prompts, which may lie ``behind`` the same pages.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Shape:
     prefill: int = 0
     prompt: int = 128
     shared: int = 0
+    behind: bool = False
 
 
 SHAPES = (
@@ -51,6 +52,7 @@ SHAPES = (
     Shape("100 users + 256 prompt", 100, 200, 2),
     Shape("100 users, context 560", 100, 560),
     Shape("100 users, context 560, 512 shared", 100, 560, shared=512),
+    Shape("90 users, 512 shared + 10 prompts behind it", 90, 560, 10, 40, 512, behind=True),
     Shape("256 users", 256, 200),
     Shape("512 prompt", 0, 0, 4),
 )
@@ -66,7 +68,7 @@ def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
         spread = random.uniform(0.5, 1.5) if shape.decode > 1 else 1.0
         own = int((shape.context - shape.shared) * spread)
         parts.append((shape.shared + own - 1, 1))
-    parts += [(0, shape.prompt)] * shape.prefill
+    parts += [(shape.shared if shape.behind else 0, shape.prompt)] * shape.prefill
     counts = [new for _, new in parts]
     needed = [-(-(old + new) // PAGE) for old, new in parts]
     order = random.permutation(num_pages).astype(np.int32)
@@ -76,7 +78,8 @@ def make_batch(shape: Shape, vocab: int, num_pages: int) -> FlatBatch:
         tables[row, :count] = order[start : start + count]
         start += count
     common = shape.shared // PAGE
-    tables[: shape.decode, :common] = tables[:1, :common]
+    sharers = len(parts) if shape.behind else shape.decode
+    tables[:sharers, :common] = tables[:1, :common]
     offsets = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     return FlatBatch(
         PAGE,
@@ -155,7 +158,9 @@ def report(decoder: Decoder, shape: Shape, repeat: int, peak: float, bandwidth: 
     operations = product_operations(decoder.config, batch)
     backend = decoder.backend
     weights = operations / 2 / max(batch.num_tokens, 1)  # bytes at one byte a weight
-    cache = backend.kv_page_bytes(decoder.kv_shape(PAGE, 1)) / PAGE * batch.context_lengths.sum()
+    sharers = shape.decode + (shape.prefill if shape.behind else 0)
+    distinct = batch.context_lengths.sum() - shape.shared * (sharers - 1)  # read from memory
+    cache = backend.kv_page_bytes(decoder.kv_shape(PAGE, 1)) / PAGE * distinct
     rate = cache / parts["attention"]
     print(
         f"\n{shape.name}: {seconds * 1e3:.2f} ms, {batch.num_tokens / seconds:,.0f} tokens/s; "

@@ -14,6 +14,7 @@ constexpr int kRowBlock = 8;   // rows normed by one member at a time
 constexpr int kTogether = 4;   // up to so many rows, every member norms all of them for itself: no wait
 constexpr size_t kStreamedBytes = size_t{2} << 20;  // of logits: more do not stay in a second-level cache
 constexpr int kMaxPhases = 3;  // of one operation
+static_assert(SharedRuns::kLevels + 1 <= kMaxPhases);
 
 void grow(Buffer& buffer, size_t bytes) {
   if (buffer.bytes() < bytes) buffer = Buffer(bytes);
@@ -53,6 +54,7 @@ void Step::begin(const Batch& batch) {
   for (int r = 0; r < batch.rows; ++r)
     if (batch.logit_rows[r] < 0 || batch.logit_rows[r] >= batch.tokens)
       throw std::invalid_argument("a logit row lies outside the batch");
+  shared_.find(batch_);
 }
 
 void Step::record_embed(const Embedding& embedding) {
@@ -92,7 +94,8 @@ void Step::check_pages(const Pool& pool, int window) const {
 void Step::reserve(const Head& head) {
   const size_t rows = std::max(batch_.tokens, 1);
   size_t hidden = 0, input = head.projection.row_bytes();
-  size_t qkv = 0, attended = 0, product = 0, floats = head.projection.inputs(), attend = 0;
+  size_t qkv = 0, states = 0, attended = 0, product = 0, floats = head.projection.inputs(), attend = 0;
+  int kv_heads = 1;
   for (const Recorded& recorded : program_) {
     if (recorded.embedding) hidden = std::max<size_t>(hidden, (recorded.embedding->width + kPanel - 1) / kPanel * kPanel);
     if (!recorded.layer) continue;
@@ -105,6 +108,8 @@ void Step::reserve(const Head& head) {
     attended = std::max<size_t>(attended, 4 * layer.o.inputs());
     product = std::max<size_t>(product, 4 * layer.down.inputs());
     attend = std::max(attend, kernels_.attend_scratch_bytes(layer.attention.head_dim));
+    states = std::max<size_t>(states, 4 * layer.attention.heads * attend_state_floats(layer.attention.head_dim));
+    kv_heads = layer.attention.kv_heads;
     if (recorded.operation == Operation::attention_input) {
       int longest = 0;
       for (int s = 0; s < batch_.sequences; ++s) longest = std::max(longest, batch_.context_lengths[s]);
@@ -116,6 +121,8 @@ void Step::reserve(const Head& head) {
   grow(activations_, rows * input);
   grow(scales_, rows * 4);
   grow(qkv_, rows * qkv);
+  shared_.cut(kv_heads, team_.members());
+  grow(states_, shared_.rows() * states);
   grow(attended_, rows * attended);
   grow(product_, rows * product);
   logits_stride_ = head.projection.padded_outputs();
@@ -258,58 +265,117 @@ void Step::expect_write(const Layer& layer, const Pool& pool, int index, const R
   for (size_t i = 0; i < bytes; i += 64) __builtin_prefetch(first + i, 1, 2);
 }
 
+// First the beginnings that sequences share, each once for all of them; then what is a chunk's own.
 void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index) {
-  const int heads = layer.attention.kv_heads;
-  member.share(static_cast<uint32_t>(chunks_.size() * heads), [&](uint32_t item) {
-    Private& mine = private_[member.index()];
-    const uint32_t next = item + 1;
-    find_blocks(layer, pool, index, chunks_[item / heads], item % heads, mine.blocks);
-    mine.ahead.seen.clear();
-    mine.ahead.first = 0;
-    if (next < chunks_.size() * heads)
-      find_blocks(layer, pool, index, chunks_[next / heads], next % heads, mine.ahead);
-    attend_chunk(layer, pool, chunks_[item / heads], item % heads, mine);
+  Private& mine = private_[member.index()];
+  if (!layer.attention.window) {
+    for (int level = 0; level < SharedRuns::kLevels && shared_.any(level); ++level) {
+      const std::vector<SharedPiece>& pieces = shared_.pieces(level);
+      member.share(static_cast<uint32_t>(pieces.size()), [&](uint32_t item) {
+        attend_shared(layer, pool, index, pieces[item], item + 1 < pieces.size() ? &pieces[item + 1] : nullptr, mine);
+      });
+    }
+  }
+  const uint32_t heads = layer.attention.kv_heads;
+  const uint32_t items = static_cast<uint32_t>(chunks_.size()) * heads;
+  member.share(items, [&](uint32_t item) {
+    mine.ahead.clear();
+    if (const uint32_t next = item + 1; next < items) {
+      const Run& chunk = chunks_[next / heads];
+      const int first = first_block(layer.attention, chunk);
+      const int last = std::min(end_block(chunk), first + kSpanBlocks);
+      find_blocks(pool, index, chunk.sequence, next % heads, first, last, mine.ahead);
+    }
+    attend_chunk(layer, pool, index, chunks_[item / heads], item % heads, mine);
   });
   stopwatch_.lap(member, Lap::attend);
 }
 
-// The blocks that a chunk sees, by their place in the sequence.
-void Step::find_blocks(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Blocks& blocks) {
+// Pointers to the blocks first <= block < last of a sequence.
+void Step::find_blocks(const Pool& pool, int index, int sequence, int head, int first, int last,
+                       std::vector<const uint8_t*>& blocks) const {
   const int per_page = batch_.page_size / kTokens;
-  const int32_t* table = batch_.page_tables + chunk.sequence * batch_.table_stride;
-  const int start = batch_.positions[chunk.token];
-  const int last = (start + chunk.count - 1) / kTokens;
-  blocks.seen.resize(last + 1);
-  blocks.first = first_seen(layer.attention, start) / kTokens;
-  for (int block = blocks.first; block <= last; ++block)
-    blocks.seen[block] = pool.block(table[block / per_page], index, block % per_page, head);
+  const int32_t* table = batch_.page_tables + sequence * batch_.table_stride;
+  for (int block = first; block < last; ++block)
+    blocks.push_back(pool.block(table[block / per_page], index, block % per_page, head));
 }
 
-void Step::attend_chunk(const Layer& layer, const Pool& pool, const Run& chunk, int head, Private& mine) {
+// The first block of a chunk that is not attended with other sequences.
+int Step::first_block(const Attention& shape, const Run& chunk) const {
+  if (!shape.window) return shared_.blocks_of(chunk.sequence);
+  return first_seen(shape, batch_.positions[chunk.token]) / kTokens;
+}
+
+int Step::end_block(const Run& chunk) const { return batch_.positions[chunk.token + chunk.count - 1] / kTokens + 1; }
+
+AttendTask Step::attend_task(const Layer& layer, const Pool& pool, Private& mine) const {
   const Attention& shape = layer.attention;
-  const int d = shape.head_dim, group = shape.heads / shape.kv_heads;
-  const int start = batch_.positions[chunk.token];
-  const bool narrow = format_ == Format::bfloat16;
   AttendTask task{};
-  task.blocks = mine.blocks.seen.data();
   task.format = pool.shape().format;
-  task.out_bfloat16 = narrow;
-  task.group = group;
-  task.head_dim = d;
+  task.out_bfloat16 = format_ == Format::bfloat16;
+  task.group = shape.heads / shape.kv_heads;
+  task.head_dim = shape.head_dim;
   task.scale = shape.scale;
   task.scratch = mine.attend.data();
-  for (int i = 0; i < chunk.count; ++i) {
-    const size_t token = chunk.token + i;
-    task.queries = reinterpret_cast<const float*>(qkv_.data()) + token * layer.qkv.padded_outputs() + head * group * d;
-    task.out = attended_.data() + (token * layer.o.inputs() + head * group * d) * (narrow ? 2 : 4);
-    task.first = first_seen(shape, start + i);
-    task.last = start + i + 1;
-    if (i + 1 == chunk.count) {
-      task.ahead = mine.ahead.seen.data() + mine.ahead.first;
-      task.num_ahead = static_cast<int>(mine.ahead.seen.size()) - mine.ahead.first;
-    }
-    kernels_.attend(task);
+  return task;
+}
+
+AttendRow Step::attend_row(const Layer& layer, int token, int head) {
+  const Attention& shape = layer.attention;
+  const int first_head = head * (shape.heads / shape.kv_heads);
+  const size_t value = format_ == Format::bfloat16 ? 2 : 4;
+  const size_t row = token;
+  AttendRow out{};
+  out.queries = qkv_.as<float>() + row * layer.qkv.padded_outputs() + first_head * shape.head_dim;
+  out.out = attended_.data() + (row * layer.o.inputs() + first_head * shape.head_dim) * value;
+  if (const int state = shared_.state_of(token); state >= 0)
+    out.state = states_.as<float>() +
+                (static_cast<size_t>(state) * shape.heads + first_head) * attend_state_floats(shape.head_dim);
+  out.first = first_seen(shape, batch_.positions[token]);
+  out.last = batch_.positions[token] + 1;
+  return out;
+}
+
+void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const SharedPiece& piece,
+                         const SharedPiece* next, Private& mine) {
+  const SharedRun& run = shared_.run(piece.run);
+  AttendTask task = attend_task(layer, pool, mine);
+  mine.blocks.assign(run.first_block, nullptr);
+  find_blocks(pool, index, run.sequence, piece.head, run.first_block, run.end_block, mine.blocks);
+  mine.ahead.clear();
+  if (next && (next->run != piece.run || next->head != piece.head)) {
+    const SharedRun& other = shared_.run(next->run);
+    find_blocks(pool, index, other.sequence, next->head, other.first_block, other.first_block + kSpanBlocks, mine.ahead);
   }
+  mine.attended.clear();
+  for (int i = piece.first; i < piece.last; ++i)
+    mine.attended.push_back(attend_row(layer, shared_.token(i), piece.head));
+  task.begin = run.first_block;
+  task.end = run.end_block;
+  task.resume = run.first_block > 0;
+  task.suspend = true;
+  attend_rows(task, mine);
+}
+
+void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine) {
+  AttendTask task = attend_task(layer, pool, mine);
+  task.begin = first_block(layer.attention, chunk);
+  task.end = end_block(chunk);
+  task.resume = !layer.attention.window && task.begin > 0;
+  mine.blocks.assign(task.begin, nullptr);
+  find_blocks(pool, index, chunk.sequence, head, task.begin, task.end, mine.blocks);
+  mine.attended.clear();
+  for (int i = 0; i < chunk.count; ++i) mine.attended.push_back(attend_row(layer, chunk.token + i, head));
+  attend_rows(task, mine);
+}
+
+void Step::attend_rows(AttendTask& task, const Private& mine) const {
+  task.blocks = mine.blocks.data();
+  task.ahead = mine.ahead.data();
+  task.num_ahead = static_cast<int>(mine.ahead.size());
+  task.rows = mine.attended.data();
+  task.num_rows = static_cast<int>(mine.attended.size());
+  kernels_.attend(task);
 }
 
 void Step::attention_output(Member& member, const Layer& layer) {

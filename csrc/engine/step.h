@@ -7,18 +7,10 @@
 
 #include "engine/layer.h"
 #include "engine/pool.h"
+#include "engine/shared_runs.h"
 #include "engine/team.h"
 
 namespace turnstile {
-
-// The caller's arrays, read until the step has run (shapes: see FlatBatch in kernels/base.py).
-struct Batch {
-  int page_size;
-  int tokens, sequences, rows;
-  const int32_t *ids, *positions, *query_offsets, *context_lengths, *logit_rows;
-  const int32_t* page_tables;
-  int64_t table_stride, table_width;
-};
 
 struct Embedding {
   const void* table;  // [vocabulary, width], bfloat16 or float32; kept alive by the caller
@@ -73,10 +65,10 @@ class Step {
   };
   struct Run { int sequence, token, count; };  // consecutive tokens of a sequence
   struct Activations { const uint8_t* rows; const float* scale; };
-  struct Blocks { std::vector<const uint8_t*> seen; int first = 0; };
   struct Private {  // of one member
     Buffer floats, attend, rows, scale;
-    Blocks blocks, ahead;  // of the task at hand, of the one that will probably follow
+    std::vector<const uint8_t*> blocks, ahead;  // of the task at hand, the first of the one that will probably follow
+    std::vector<AttendRow> attended;
   };
 
   void check_pages(const Pool& pool, int window) const;
@@ -87,8 +79,16 @@ class Step {
   void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index);
   void expect_write(const Layer& layer, const Pool& pool, int index, const Run& run) const;
   void attend(Member& member, const Layer& layer, const Pool& pool, int index);
-  void find_blocks(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Blocks& blocks);
-  void attend_chunk(const Layer& layer, const Pool& pool, const Run& chunk, int head, Private& mine);
+  void attend_shared(const Layer& layer, const Pool& pool, int index, const SharedPiece& piece, const SharedPiece* next,
+                     Private& mine);
+  void attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine);
+  void attend_rows(AttendTask& task, const Private& mine) const;
+  void find_blocks(const Pool& pool, int index, int sequence, int head, int first, int last,
+                   std::vector<const uint8_t*>& blocks) const;
+  int first_block(const Attention& shape, const Run& chunk) const;
+  int end_block(const Run& chunk) const;
+  AttendTask attend_task(const Layer& layer, const Pool& pool, Private& mine) const;
+  AttendRow attend_row(const Layer& layer, int token, int head);
   void attention_output(Member& member, const Layer& layer);
   void mlp_input(Member& member, const Layer& layer);
   void mlp_output(Member& member, const Layer& layer);
@@ -104,7 +104,8 @@ class Step {
   std::vector<Recorded> program_;
   std::vector<Run> writes_;  // tokens that share a KV block
   std::vector<Run> chunks_;  // tokens attended together
-  Buffer hidden_, activations_, scales_, qkv_, attended_, product_, logits_;
+  SharedRuns shared_;        // beginnings attended once for many sequences
+  Buffer hidden_, activations_, scales_, qkv_, states_, attended_, product_, logits_;
   size_t hidden_stride_ = 0;
   int64_t logits_stride_ = 0;
   std::vector<Private> private_;

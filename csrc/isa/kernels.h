@@ -88,19 +88,33 @@ struct WriteTask {
   int head_dim, slot;
 };
 
-struct AttendTask {       // one token, the query heads of one KV head
+struct AttendRow {        // one token
+  const float* queries;   // [group, head_dim]
+  uint8_t* out;           // [group, head_dim], float32 or bfloat16
+  float* state;           // [group, attend_state_floats(head_dim)]: the blocks before, see AttendTask
+  int first, last;        // tokens seen: first <= t < last
+};
+
+struct AttendTask {       // tokens that see the same blocks, the query heads of one KV head
   const uint8_t* const* blocks;  // of tokens 0..15, 16..31, ...; unseen ones are never read
   const uint8_t* const* ahead;   // blocks wanted soon, to be fetched meanwhile
   int num_ahead;
   Format format;
-  const float* queries;   // [group, head_dim]
-  uint8_t* out;           // [group, head_dim], float32 or bfloat16
   bool out_bfloat16;
   int group, head_dim;
-  int first, last;        // tokens seen: first <= t < last
   float scale;
-  uint8_t* scratch;       // attend_scratch_bytes(head_dim)
+  const AttendRow* rows;
+  int num_rows;
+  int begin, end;         // the blocks to be attended now
+  bool resume, suspend;   // begins from the rows' states; leaves states and no outputs. At ends of spans only
+  uint8_t* scratch;       // attend_scratch_bytes(head_dim), aligned to 64 bytes
 };
+
+// A span is what a row attends in one go; its results are merged in order. Spans lie at fixed places of
+// the sequence, so that a row's result does not depend on what else is computed.
+constexpr int kSpanBlocks = 8;
+constexpr int kSpan = kSpanBlocks * kTokens;
+constexpr int attend_state_floats(int head_dim) { return head_dim + 16; }  // sum of V; maximum, total
 
 struct RowTask {          // a row of logits
   const float* logits;

@@ -37,6 +37,13 @@ INLINE F float_of(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE F bits_f(I a) { return {_mm512_castsi512_ps(a.v)}; }
 INLINE I bits_i(F a) { return {_mm512_castps_si512(a.v)}; }
 
+// 2^round(x) * of(x - round(x)).
+template <class Of>
+INLINE F scaled_by_exp2(F x, const Of& of) {
+  const F r = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+  return {_mm512_scalef_ps(of(r).v, (x - r).v)};
+}
+
 // Lanes first <= i < last of a, the others of b.
 INLINE F between(F a, F b, int first, int last) {
   const auto mask = static_cast<__mmask16>((0xFFFFu >> (16 - last)) & (0xFFFFu << first));
@@ -95,6 +102,17 @@ INLINE I load_s8(const uint8_t* p) {
 }
 INLINE void store_u8(uint8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
+}
+// Four times 16 lanes of 16 bits: their high bytes and their low bytes, 64 each.
+INLINE void store_planes(const I* q, uint8_t* high, uint8_t* low) {
+  const __m512i a = _mm512_packus_epi32(q[0].v, q[1].v), b = _mm512_packus_epi32(q[2].v, q[3].v);
+  const __m512i byte = _mm512_set1_epi16(0xFF);
+  const __m512i highs = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
+  const __m512i lows = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+  // Packing works within each quarter of a register: quarter i has lanes 4 i to 4 i + 3 of all four.
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, highs));
+  _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, lows));
 }
 INLINE F load_bf16(const uint16_t* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

@@ -84,6 +84,15 @@ INLINE I round_i(F a) {
   return bits_i(a + splat(magic)) - splat_i(0x4B400000);
 }
 
+// 2^round(x) * of(x - round(x)).
+template <class Of>
+INLINE F scaled_by_exp2(F x, const Of& of) {
+  const float magic = 12582912.0f;  // 1.5 * 2^23: the last bits of x + magic are round(x)
+  x = max(splat(-126.0f), x);       // NaN stays
+  const F shifted = x + splat(magic + 127);
+  return of(x - (shifted - splat(magic + 127))) * bits_f(left<23>(bits_i(shifted)));
+}
+
 INLINE F between(F a, F b, int first, int last) {
   float x[16], y[16];
   store(x, a);
@@ -182,6 +191,13 @@ INLINE void store_u8(uint8_t* p, I a) {
   int32_t x[16];
   store_i(x, a);
   for (int lane = 0; lane < 16; ++lane) p[lane] = static_cast<uint8_t>(x[lane]);
+}
+// Four times 16 lanes of 16 bits: their high bytes and their low bytes, 64 each.
+INLINE void store_planes(const I* q, uint8_t* high, uint8_t* low) {
+  for (int i = 0; i < 4; ++i) {
+    store_u8(high + 16 * i, right<8>(q[i]));
+    store_u8(low + 16 * i, q[i]);
+  }
 }
 INLINE F load_bf16(const uint16_t* p) {
   int32_t x[16];

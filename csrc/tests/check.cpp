@@ -78,16 +78,17 @@ double attention_error(const Kernels& kernels, Format format, int tokens, int d,
     kernels.write({pool.block(t / 16, 0, 0, 0), format, &k[t * d], &v[t * d], d, t % 16});
   }
   std::vector<float> out(group * d);
-  std::vector<uint8_t> scratch(kernels.attend_scratch_bytes(d));
+  Buffer scratch(kernels.attend_scratch_bytes(d));
   AttendTask task{};
   task.blocks = blocks.data();
   task.format = format;
-  task.queries = q.data();
-  task.out = reinterpret_cast<uint8_t*>(out.data());
+  const AttendRow row{q.data(), reinterpret_cast<uint8_t*>(out.data()), nullptr, 0, tokens};
   task.group = group;
   task.head_dim = d;
-  task.last = tokens;
   task.scale = 1 / std::sqrt(static_cast<float>(d));
+  task.rows = &row;
+  task.num_rows = 1;
+  task.end = static_cast<int>(blocks.size());
   task.scratch = scratch.data();
   kernels.attend(task);
   double wrong = 0, size = 0;
