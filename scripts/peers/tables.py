@@ -9,6 +9,8 @@ from typing import Any
 
 from peers.catalog import Peer
 
+from turnstile.bench.report import figure_at
+
 Figures = dict[str, Any]
 
 # label, where it lies in the figures, whether more is better
@@ -31,7 +33,7 @@ def medians(rounds: Sequence[Figures]) -> dict[str, float]:
     """The median of each row over the rounds that have it, and how many requests all lost."""
     found = {}
     for label, path, _ in ROWS:
-        values = [v for v in (_at(r, path) for r in rounds) if v is not None]
+        values = [v for v in (figure_at(r, path) for r in rounds) if v is not None]
         if values:
             found[label] = statistics.median(values)
     # A median would hide what was lost in one round of three.
@@ -94,10 +96,3 @@ def table(figures: Mapping[str, Mapping[str, float]], peers: Sequence[Peer]) -> 
                     if label not in ("start s", "CPU s", "not completed")
                 )
                 yield f"{ours} / best peer, {kind}: {listed}"
-
-
-def _at(figures: Figures, path: tuple[str, ...]) -> float | None:
-    value: Any = figures
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return value if isinstance(value, int | float) else None

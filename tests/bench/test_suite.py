@@ -103,16 +103,16 @@ def test_shares_come_from_the_server_s_steps_and_lengths(
     assert "over 100 %" in suite_table(result)
 
 
-def test_another_server_is_measured_without_a_roofline(
+def test_another_server_is_measured_without_a_roofline_and_its_arrivals_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "suite.json"
-    words = ["bench", "suite", "--workload", "W4", "W5", "--num-prompts", "2", "--repeat", "2"]
+    words = ["bench", "suite", "--workload", "W4", "W5", "--num-prompts", "2"]
     with in_a_thread(answer) as url:
         assert main([*words, "--url", url, "--request-rate", "100", "--output", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "No roofline" in printed
-    assert "Medians of 2" in printed
+    assert "Medians of 3 runs (W5* 1); times in ms." in printed
     result = json.loads(file.read_text())
     assert [w["median"]["completed"] for w in result["workloads"]] == [2, 2]
     assert "details" not in result["workloads"][0]

@@ -151,7 +151,7 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
         raise ReportError(f"The results are of different work: {'; '.join(different)}.")
     lines = [f"{'':<16}{'A':>12}{'B':>12}{'B/A':>8}"]
     for label, path, more_is_better in COMPARED:
-        a, b = _at(first["median"], path), _at(second["median"], path)
+        a, b = figure_at(first["median"], path), figure_at(second["median"], path)
         if a is None or b is None:
             continue
         ratio = b / a if a else float("nan")
@@ -169,7 +169,14 @@ def compare(first: dict[str, Any], second: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _at(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
+def cell(figures: dict[str, Any], path: tuple[str, ...], form: str) -> str:
+    """The figure at this place as a table shows it; a dash where there is none."""
+    value = figure_at(figures, path)
+    return "–" if value is None else form.format(value)
+
+
+def figure_at(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    """The number that stands at this place among the figures, if there is one."""
     value: Any = figures
     for key in path:
         value = value.get(key) if isinstance(value, dict) else None
@@ -177,5 +184,5 @@ def _at(figures: dict[str, Any], path: tuple[str, ...]) -> float | None:
 
 
 def _values(result: dict[str, Any], path: tuple[str, ...]) -> list[float]:
-    found = (_at(r, path) for r in result["repetitions"])
+    found = (figure_at(r, path) for r in result["repetitions"])
     return [v for v in found if v is not None]

@@ -10,6 +10,7 @@ from typing import Any
 from turnstile import __version__
 from turnstile.bench.client import ServerError, ask, ask_text
 from turnstile.bench.http import Pool, Server
+from turnstile.bench.report import cell
 from turnstile.bench.roofline import Demand, ModelCost, Peaks, measure_peaks, roofline_line
 from turnstile.bench.session import Settings, bench
 from turnstile.bench.workloads import Workload
@@ -75,8 +76,14 @@ async def suite(
     workloads: Sequence[Workload],
     settings: Settings,
     tell: Tell = lambda text: None,
+    repeats: Sequence[int] | None = None,
 ) -> Result:
     """Measure every workload, and what the machine does at best before and after each.
+
+    Parameters
+    ----------
+    repeats
+        Repetitions of each workload; those of the settings for all otherwise.
 
     Raises
     ------
@@ -93,7 +100,8 @@ async def suite(
     for number, workload in enumerate(workloads):
         tell(f"{workload.name}: {workload.summary}")
         before = await engine.counters() if info is not None else {}
-        own = replace(settings, text_seed=settings.text_seed + number)
+        repeat = settings.repeat if repeats is None else repeats[number]
+        own = replace(settings, text_seed=settings.text_seed + number, repeat=repeat)
         if number:
             own = replace(own, warmup=0)  # the server is warm, and steps would be counted
         results.append(await bench(server, model, workload, own, tell))
@@ -145,10 +153,9 @@ def suite_table(result: Result) -> str:
     """A line a workload, times in milliseconds, medians; then the roofline."""
     lines = [f"{'':<5}" + "".join(f"{name:>13}" for name, _, _ in COLUMNS)]
     for own in result["workloads"]:
-        cells = (_cell(own["median"], path, form) for _, path, form in COLUMNS)
+        cells = (cell(own["median"], path, form) for _, path, form in COLUMNS)
         lines.append(f"{own['workload']['name']:<5}" + "".join(f"{cell:>13}" for cell in cells))
-    count = len(result["workloads"][0]["repetitions"])
-    lines.append(f"Medians of {count}; times in ms." if count > 1 else "One run; times in ms.")
+    lines.append(f"{_runs(result['workloads'])}; times in ms.")
     peaks = result["peaks"]
     if peaks is None:
         lines.append("No roofline: the server is no Turnstile with native kernels.")
@@ -167,8 +174,10 @@ def suite_table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _cell(figures: Result, path: tuple[str, ...], form: str) -> str:
-    value: Any = figures
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    return "–" if value is None else form.format(value)
+def _runs(workloads: Sequence[Result]) -> str:
+    """How often each was measured."""
+    counts = {own["workload"]["name"]: len(own["repetitions"]) for own in workloads}
+    most = max(counts.values())
+    fewer = ", ".join(f"{name} {count}" for name, count in counts.items() if count < most)
+    text = f"Medians of {most} runs" if most > 1 else "One run each"
+    return f"{text} ({fewer})" if fewer else text

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from turnstile.bench.http import Server
+from turnstile.bench.report import cell
 from turnstile.bench.session import FORMAT, Settings, bench
 from turnstile.bench.workloads import Workload
 
@@ -23,7 +24,7 @@ COLUMNS = (
     ("ITL p99", ("itl_ms", "p99"), "{:.0f}"),
     ("refused", ("rejected",), "{:.0f}"),
     ("lost", ("failed",), "{:.0f}"),
-    ("in limits %", ("goodput", "attainment"), "{:.1f}"),
+    ("in limits", ("goodput", "attainment"), "{:.1%}"),
 )
 
 
@@ -75,18 +76,9 @@ def sweep_table(result: dict[str, Any]) -> str:
     width = max(12, *(len(p["label"]) + 2 for p in points))
     lines = [" " * width + "".join(f"{name:>14}" for name, _, _ in COLUMNS)]
     for point in points:
-        cells = (_cell(point["median"], path, form) for _, path, form in COLUMNS)
+        cells = (cell(point["median"], path, form) for _, path, form in COLUMNS)
         lines.append(f"{point['label']:<{width}}" + "".join(f"{cell:>14}" for cell in cells))
     if any("goodput" in p["median"] for p in points):
         held = result["capacity"] or "none of these loads"
         lines.append(f"Within the limits for {ATTAINED:.0%} of the requests up to: {held}")
     return "\n".join(lines)
-
-
-def _cell(figures: dict[str, Any], path: tuple[str, ...], form: str) -> str:
-    value: Any = figures
-    for key in path:
-        value = value.get(key) if isinstance(value, dict) else None
-    if value is None:
-        return "–"
-    return form.format(100 * value if path[-1] == "attainment" else value)

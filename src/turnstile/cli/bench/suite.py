@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import shlex
 import time
+from dataclasses import replace
 from typing import Annotated
 
 from cyclopts import Parameter
 
 from turnstile.cli.bench.options import Saving
 from turnstile.cli.bench.running import EXIT_FAILURES, run, tell, without_details, write
+
+REPEAT = 3
 
 
 def suite(
@@ -21,7 +24,7 @@ def suite(
     workload: Annotated[list[str] | None, Parameter(consume_multiple=True)] = None,
     num_prompts: int | None = None,
     request_rate: float | None = None,
-    repeat: int = 3,
+    repeat: int | None = None,
     saving: Annotated[Saving, Parameter(name="*", group="Result")] | None = None,
 ) -> int:
     """Measure W1 to W5, and how far each is from what the machine does at best.
@@ -45,6 +48,7 @@ def suite(
         Arrivals per second of W5.
     repeat
         Repetitions of each, with the same lengths and fresh text; the table shows medians.
+        Without it 3, but 1 of W5: a hundred seconds long, however fast the server is.
     """
     from turnstile.bench.http import Server
     from turnstile.bench.serving import started
@@ -59,13 +63,15 @@ def suite(
         choose(name, requests=num_prompts, rate=request_rate if name == "W5" else None)
         for name in workload or WORKLOADS
     ]
+    repeats = [repeat if repeat is not None else REPEAT if w.rate is None else 1 for w in chosen]
+    settings = Settings(repeat=min(repeats), text_seed=time.time_ns())
     with contextlib.ExitStack() as stack:
         if url is not None:
             server = Server.parse(url)
         else:
             server, server_pid = stack.enter_context(started(shlex.split(serve)))
-        settings = Settings(repeat=repeat, text_seed=time.time_ns(), server_pid=server_pid)
-        result = run(measure_all(server, None, chosen, settings, tell))
+        settings = replace(settings, server_pid=server_pid)
+        result = run(measure_all(server, None, chosen, settings, tell, repeats))
     write(saving.path("suite"), without_details(result))
     print(suite_table(result))
     lost = any(r["failed"] for w in result["workloads"] for r in w["repetitions"])
