@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,25 @@ HOSTILE = {
     "a negative size": (document({"t": entry(shape=[-4])}), CorruptFileError, "impossible"),
     "a size of text": (document({"t": entry(shape=["4"])}), CorruptFileError, "impossible"),
     "a size of true": (document({"t": entry(shape=[True])}), CorruptFileError, "impossible"),
+    "a type that is a list": (document({"t": entry([])}), CorruptFileError, "malformed"),
+    "numbers too long to print": (
+        document(
+            b'{"t": {"dtype": "F32", "shape": [1%s, 1%s], "data_offsets": [0, 16]}}'
+            % (b"0" * 4000, b"0" * 4000)
+        ),
+        CorruptFileError,
+        "impossible",
+    ),
+    "numbers too many to multiply": (
+        document({"t": entry(shape=[1 << 62] * 20_000)}),
+        CorruptFileError,
+        "20000 dimensions; at most 8",
+    ),
+    "a tensor twice": (
+        document(b'{"t": %s, "t": %s}' % ((json.dumps(entry()).encode(),) * 2), bytes(16)),
+        CorruptFileError,
+        "has 't' twice",
+    ),
     "a giant shape": (
         document({"t": entry(shape=[1 << 40, 1 << 40])}, bytes(16)),
         CorruptFileError,
@@ -126,22 +146,24 @@ def test_a_hostile_file_is_refused_in_one_sentence_without_allocating(
     assert str(path) in str(refused.value)
 
 
-def test_an_index_cannot_lead_out_of_its_directory(tmp_path: Path) -> None:
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": "../other.safetensors"}}))
+@pytest.mark.parametrize("name", ["../other.safetensors", "/other.safetensors", "..", "."])
+def test_an_index_cannot_lead_out_of_its_directory(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": name}}))
     with pytest.raises(CorruptFileError, match="no plain file name"):
         open_safetensors(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}', "[" * 100_000])
 def test_a_broken_index_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / INDEX_NAME).write_text(text)
     with pytest.raises(CorruptFileError, match="weight_map"):
         open_safetensors(tmp_path)
 
 
-def test_a_missing_part_is_named(tmp_path: Path) -> None:
-    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": "part-2.safetensors"}}))
-    with pytest.raises(CorruptFileError, match=r"part-2\.safetensors, which is missing"):
+@pytest.mark.parametrize("name", ["part-2.safetensors", "\0", "\ud800", "x" * 5000])
+def test_a_missing_part_is_named(name: str, tmp_path: Path) -> None:
+    (tmp_path / INDEX_NAME).write_text(json.dumps({"weight_map": {"t": name}}))
+    with pytest.raises(CorruptFileError, match=re.escape(f"{name!r}, which is missing")):
         open_safetensors(tmp_path)
 
 

@@ -24,6 +24,9 @@ FLOAT_TYPES: Mapping[str, tuple[str, int]] = {
     "F16": ("float16", 2),
     "BF16": ("bfloat16", 2),
 }
+MAX_DIMENSIONS = 8
+MAX_NUMBER = (1 << 63) - 1
+"""Of a size or an offset: Python would multiply larger ones too, for as long as it takes."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 
@@ -66,14 +69,21 @@ def _paths_in_index(index: Path) -> list[Path]:
     try:
         names = json.loads(index.read_text("utf-8"))["weight_map"].values()
         unique = sorted({str(name) for name in names})
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise CorruptFileError(f"{index} has no readable weight_map; fetch it again.") from None
     for name in unique:
-        if Path(name).name != name:  # an index must not lead out of its directory
+        if Path(name).name != name or name in ("", ".."):  # an index must not lead elsewhere
             raise CorruptFileError(f"{index} names {name!r}, which is no plain file name.")
-        if not (index.parent / name).exists():
-            raise CorruptFileError(f"{index} names {name}, which is missing; fetch it again.")
+        if not _exists(index.parent / name):
+            raise CorruptFileError(f"{index} names {name!r}, which is missing; fetch it again.")
     return [index.parent / name for name in unique]
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name longer than any file's
+        return False
 
 
 def read_header(file: MappedFile) -> dict[str, TensorInfo]:
@@ -86,7 +96,9 @@ def read_header(file: MappedFile) -> dict[str, TensorInfo]:
             f"{size}); fetch it again."
         )
     try:
-        header = json.loads(file.buffer[8 : 8 + length])
+        header = json.loads(file.buffer[8 : 8 + length], object_pairs_hook=_without_repeats)
+    except _RepeatedKeyError as error:
+        raise CorruptFileError(f"The header of {path} has {error} twice.") from None
     except (ValueError, RecursionError):
         raise CorruptFileError(f"The header of {path} is no JSON; fetch the file again.") from None
     if not isinstance(header, dict):
@@ -101,14 +113,33 @@ def read_header(file: MappedFile) -> dict[str, TensorInfo]:
     return tensors
 
 
+class _RepeatedKeyError(Exception):
+    """Carries the key: readers that take the first and readers that take the last would differ."""
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in entries:
+            raise _RepeatedKeyError(repr(key))
+        entries[key] = value
+    return entries
+
+
 def _tensor(path: Path, name: str, entry: Any, data: int, size: int) -> TensorInfo:
     try:
         dtype, shape = entry["dtype"], tuple(entry["shape"])
         begin, end = entry["data_offsets"]
+        if not isinstance(dtype, str):
+            raise TypeError
     except (KeyError, TypeError, ValueError):
         raise CorruptFileError(f"{path}: the entry of tensor {name!r} is malformed.") from None
+    if len(shape) > MAX_DIMENSIONS:
+        raise CorruptFileError(
+            f"{path}: tensor {name!r} has {len(shape)} dimensions; at most {MAX_DIMENSIONS} may be."
+        )
     numbers = (*shape, begin, end)
-    if not all(type(n) is int and n >= 0 for n in numbers):
+    if not all(type(n) is int and 0 <= n <= MAX_NUMBER for n in numbers):
         raise CorruptFileError(f"{path}: the entry of tensor {name!r} has impossible numbers.")
     if dtype not in FLOAT_TYPES:
         raise UnsupportedModelError(
