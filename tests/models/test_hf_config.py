@@ -161,6 +161,10 @@ REFUSED = {
         {**QWEN2, "sliding_window": 9, "use_sliding_window": True, "layer_types": ["mamba"] * 3},
         "layer_types",
     ),
+    "layer types of no text": (
+        {**QWEN2, "sliding_window": 9, "use_sliding_window": True, "layer_types": [[]] * 3},
+        "layer_types",
+    ),
 }
 BROKEN = {
     "a number missing": ({k: v for k, v in MINIMAL.items() if k != "hidden_size"}, "hidden_size"),

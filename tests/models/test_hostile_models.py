@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budget import examples
+from models.test_gguf import document, entry, string, tensor
 from models.test_gguf_models import build, write
 from tiny_models import make_tiny_llama
 from turnstile.kernels import create_backend
 from turnstile.models.decoder import Decoder
-from turnstile.models.errors import ModelError
+from turnstile.models.errors import CorruptFileError, ModelError
 from turnstile.models.source import resolve
 
 Load = Callable[[Path], None]
@@ -104,6 +106,38 @@ def test_metadata_of_other_types(
     path = tmp_path_factory.getbasetemp() / "retyped-model.gguf"
     path.write_bytes(raw)
     load(path)
+
+
+SMALL = [
+    entry("general.architecture", 8, string("llama")),
+    *(
+        entry(f"llama.{key}", 4, struct.pack("<I", value))
+        for key, value in {
+            "embedding_length": 4, "attention.head_count": 2, "block_count": 1,
+            "feed_forward_length": 4, "context_length": 64,
+        }.items()
+    ),
+    entry("llama.attention.layer_norm_rms_epsilon", 6, struct.pack("<f", 1e-5)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tensors", "words"),
+    [
+        ([tensor("token_embd.weight", (32,), 0, 0)], r"shape \[32\], which is no matrix"),
+        (
+            [tensor("token_embd.weight", (4, 8), 0, 0), tensor("rope_freqs.weight", (8,), 0, 128)],
+            r"rope_freqs.weight has shape \[8\], but a head has 1 pairs",
+        ),
+    ],
+)
+def test_a_tensor_that_settles_a_number_must_have_its_shape(
+    tensors: list[bytes], words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(document(SMALL, tensors, bytes(256)))
+    with pytest.raises(CorruptFileError, match=words):
+        resolve(str(path))
 
 
 anything = st.one_of(

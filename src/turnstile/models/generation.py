@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,25 @@ from typing import Any
 from turnstile.models.errors import CorruptFileError
 from turnstile.models.gguf import GgufFile
 from turnstile.models.hf_config import JsonObject
+
+logger = logging.getLogger(__name__)
+
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "temperature": (0, 100),
+    "top_p": (1e-9, 1),
+    "top_k": (-1, 2**31 - 1),
+    "min_p": (0, 1),
+    "repetition_penalty": (1e-9, 100),
+}
+"""Recommendations that can be followed: what a request itself may ask for."""
+
+_GGUF_NAMES = {
+    "temperature": "temp",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,54 +49,64 @@ class GenerationDefaults:
 
 
 def generation_from_json(directory: Path) -> GenerationDefaults:
-    """Read ``generation_config.json``, with ``config.json`` for ids it does not give."""
+    """Read ``generation_config.json``, with ``config.json`` for ids it does not give.
+
+    Raises :class:`CorruptFileError` where a file is broken or an id is none.
+    """
     config = JsonObject.read(directory / "config.json")
     path = directory / "generation_config.json"
     given = JsonObject.read(path) if path.exists() else JsonObject(path, {})
-
-    def optional(key: str) -> float | None:
-        return None if given.data.get(key) is None else given.number(key)
 
     def ids(key: str) -> tuple[int, ...]:
         value = given.data.get(key)
         source = given if value is not None else config
         return _ids(value if value is not None else config.data.get(key), source.path, key)
 
-    top_k = optional("top_k")
     return GenerationDefaults(
         eos_ids=ids("eos_token_id"),
         bos_id=next(iter(ids("bos_token_id")), None),
-        temperature=optional("temperature"),
-        top_p=optional("top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=optional("min_p"),
-        repetition_penalty=optional("repetition_penalty"),
+        **_recommended({name: given.data.get(name) for name in _RANGES}, path),
     )
 
 
 def generation_from_gguf(gguf: GgufFile) -> GenerationDefaults:
-    """Read the special ids and ``general.sampling`` of a GGUF file's metadata."""
-    data: Mapping[str, Any] = gguf.metadata
+    """Read the special ids and ``general.sampling`` of a GGUF file's metadata.
 
-    def optional(key: str) -> float | None:
-        value = data.get(f"general.sampling.{key}")
-        return float(value) if isinstance(value, (int, float)) else None
+    Raises :class:`CorruptFileError` where an id is none.
+    """
+    data: Mapping[str, Any] = gguf.metadata
 
     ends: list[int] = []
     for name in ("eos", "eot", "eom"):
         key = f"tokenizer.ggml.{name}_token_id"
         ends += _ids(data.get(key), gguf.path, key)
     bos = "tokenizer.ggml.bos_token_id"
-    top_k = optional("top_k")
+    given = {name: data.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
     return GenerationDefaults(
         eos_ids=tuple(dict.fromkeys(ends)),
         bos_id=next(iter(_ids(data.get(bos), gguf.path, bos)), None),
-        temperature=optional("temp"),
-        top_p=optional("top_p"),
-        top_k=None if top_k is None else int(top_k),
-        min_p=optional("min_p"),
-        repetition_penalty=optional("penalty_repeat"),
+        **_recommended(given, gguf.path),
     )
+
+
+def _recommended(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
+    """Those of the given settings that can be followed; a warning names each of the others.
+
+    A model with a senseless recommendation is sound all the same, but every request that names
+    no value of its own would be refused for it.
+    """
+    kept: dict[str, Any] = {}
+    for name, value in given.items():
+        low, high = _RANGES[name]
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if number and low <= value <= high:
+            kept[name] = int(value) if name == "top_k" else float(value)
+        elif value is not None:
+            logger.warning(
+                "%s recommends the %s %.40r, which is no number from %g to %g: ignored",
+                path, name, value, low, high,
+            )  # fmt: skip
+    return kept
 
 
 def _ids(value: Any, path: Path, key: str) -> tuple[int, ...]:

@@ -39,6 +39,10 @@ def config_from_gguf(gguf: GgufFile) -> ModelConfig:
     embedding = gguf.tensors.get("token_embd.weight")
     if embedding is None:
         raise CorruptFileError(f"{gguf.path} has no tensor token_embd.weight.")
+    if len(embedding.shape) != 2:
+        raise CorruptFileError(
+            f"{gguf.path}: token_embd.weight has shape {list(embedding.shape)}, which is no matrix."
+        )
     num_layers = keys.integer("block_count")
     window = keys.integer("attention.sliding_window", 0) or None
     types = Counter(tensor.dtype for tensor in gguf.tensors.values() if len(tensor.shape) > 1)
@@ -125,6 +129,11 @@ def _rope(keys: _Keys, gguf: GgufFile, head_dim: int) -> RopeConfig:
     theta = keys.number("rope.freq_base", 10000.0)
     table = gguf.tensors.get("rope_freqs.weight")
     if table is not None:
+        if table.shape != (head_dim // 2,):  # before it is read: it may be as large as the file
+            raise CorruptFileError(
+                f"{gguf.path}: rope_freqs.weight has shape {list(table.shape)}, but a head has "
+                f"{head_dim // 2} pairs."
+            )
         factors = dequantize(gguf.file.bytes_of(table), table.dtype)
         return RopeConfig(theta, head_dim, "factors", factors=tuple(factors.tolist()))
     kind = keys.text("rope.scaling.type", "none")

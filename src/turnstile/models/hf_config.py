@@ -232,7 +232,8 @@ def _sliding_windows(data: JsonObject, family: Family, num_layers: int) -> tuple
         full = data.integer("max_window_layers", _DEFAULT_MAX_WINDOW_LAYERS)
         return tuple(window if layer >= full else None for layer in range(num_layers))
     known = {"full_attention": None, "sliding_attention": window}
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+    names = isinstance(types, list) and all(isinstance(kind, str) for kind in types)
+    if not names or len(types) != num_layers or not set(types) <= set(known):
         raise UnsupportedModelError(
             f"{data.path}: layer_types must name full_attention or sliding_attention for each of "
             f"{num_layers} layers."
