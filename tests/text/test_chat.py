@@ -290,6 +290,21 @@ DOUBLING = (
         (DOUBLING.format("+"), "too large"),
         (DOUBLING.format("~"), "too large"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "memory or depth"),
+        (
+            "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}"
+            "{{ f(60) }}",
+            "without end",
+        ),
+        (
+            "{% for i in range(2000) recursive %}"
+            "{% if loop.depth < 4 %}{{ loop(range(2000)) }}{% endif %}{% endfor %}",
+            "without end",
+        ),
+        ("{{ [1e999, messages][0] }}", r"fails .NameError"),
+        ("{{ " + "9" * 5000 + " }}", "cannot be compiled"),
+        ("{% for a in [1] %}" * 25 + "{% endfor %}" * 25, "statically nested blocks"),
+        ("{% if 1 %}" * 120 + "{% endif %}" * 120, "levels of indentation"),
+        ("{% break %}", "'break' outside loop"),
         ("{{ '(' * 0 }}" + "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
     ],
 )  # fmt: skip

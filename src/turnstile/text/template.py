@@ -5,9 +5,9 @@ The environment has what ``transformers`` gives a template (immutable sandbox, t
 ``strftime_now``, the ``generation`` tag), so that the same template makes the same text.
 
 A template is part of a model, and a model is a download. The sandbox keeps it from the machine;
-the bounds below keep it from taking all time and memory: iterations, the length of ranges,
-products and sums, and of the output. They are no proof against a determined author (a filter can
-be asked for a gigabyte), which is why templates in requests are refused by default.
+the bounds below keep it from taking all time and memory: iterations and calls, the length of
+ranges, products and sums, and of the output. They are no proof against a determined author (a
+filter can be asked for a gigabyte), which is why templates in requests are refused by default.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
@@ -34,6 +35,8 @@ from turnstile.text.errors import TemplateError
 MAX_SOURCE_CHARS = 1 << 20
 MAX_OUTPUT_CHARS = 64 << 20
 MAX_ITERATIONS = 2_000_000
+_CALL_COST = 10
+"""Iterations that a call counts as: two calls in a macro of itself are a loop without ``for``."""
 _MAX_OPERAND = 64 << 20
 _BOUNDED = "_bounded"
 
@@ -72,11 +75,15 @@ def _tojson(
 def _bounded(items: Iterable[Any]) -> Iterable[Any]:
     """Charge a loop's iterations to the rendering, as the loop starts."""
     sized = items if hasattr(items, "__len__") else list(items)
+    _charge(len(sized))  # type: ignore[arg-type]
+    return sized
+
+
+def _charge(iterations: int) -> None:
     budget = _budget.get()
-    budget.iterations -= len(sized)  # type: ignore[arg-type]
+    budget.iterations -= iterations
     if budget.iterations < 0:
         raise jinja2.TemplateError("the chat template loops without end")
-    return sized
 
 
 def _joined(*parts: object) -> str:
@@ -107,6 +114,12 @@ class _Environment(ImmutableSandboxedEnvironment):
             raise jinja2.TemplateError(_TOO_LARGE)
         return super().call_binop(context, operator, left, right)
 
+    def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
+        _charge(_CALL_COST)
+        if isinstance(function, LoopContext) and args:  # {% for … recursive %} begins anew
+            args = (_bounded(args[0]), *args[1:])
+        return super().call(context, function, *args, **named)
+
 
 def _result_size(operator: str, left: Any, right: Any) -> float:
     """About how long the result of an operation is: characters, items or digits."""
@@ -134,6 +147,7 @@ def _make_environment() -> _Environment:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = _tojson
+    del environment.globals["lipsum"]  # any number of random words, for nobody's chat
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals[_BOUNDED] = _bounded
@@ -184,6 +198,9 @@ class CompiledTemplate:
             ) from None
         except (RecursionError, MemoryError):
             raise TemplateError("the chat template is nested too deeply") from None
+        except (SyntaxError, ValueError) as error:  # Python's bounds on blocks and on digits
+            reason = error.msg if isinstance(error, SyntaxError) else error
+            raise TemplateError(f"the chat template cannot be compiled: {reason}") from None
 
     def mentions(self, *words: str) -> bool:
         """Whether any of the words stands in the source."""
@@ -211,6 +228,10 @@ class CompiledTemplate:
             ) from None
         except (RecursionError, MemoryError, ArithmeticError):
             raise TemplateError("the chat template uses too much memory or depth") from None
+        except TemplateError:
+            raise
+        except Exception as error:  # it is a program of somebody else's: anything may come of it
+            raise TemplateError(f"the chat template fails ({type(error).__name__})") from None
         finally:
             _budget.reset(token)
 
