@@ -127,12 +127,34 @@ def test_lone_surrogates_are_replaced_not_fatal(tmp_path: Path) -> None:
         ({"tokenizer.ggml.merges": ["q absent"]}, "inconsistent"),
         ({"tokenizer.ggml.eos_token_id": 100_000}, "outside the vocabulary"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "needs a number"),
+        ({"tokenizer.ggml.eos_token_id": float("nan")}, "nan where .* needs an integer"),
+        ({"tokenizer.ggml.token_type": np.full(273, np.inf)}, "inf where .* needs an integer"),
+        ({"tokenizer.ggml.add_bos_token": "false"}, "add_bos_token is 'false', which is no"),
+        ({"tokenizer.ggml.add_bos_token": np.ones(2)}, "add_bos_token is array"),
         ({"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.0]}, "1 entries"),
     ],
 )
 def test_damaged_metadata_is_refused_in_words(change: dict[str, object], complaint: str) -> None:
     with pytest.raises(TokenizerError, match=complaint):
         Tokenizer.from_gguf(tiny_metadata() | change)
+
+
+def test_a_piece_too_long_to_be_cut_at_every_place_is_refused() -> None:
+    metadata = sentencepiece_metadata()
+    pieces = metadata["tokenizer.ggml.tokens"]
+    assert isinstance(pieces, list)
+    pieces[-1] = "w" * 100_000
+    with pytest.raises(TokenizerError, match=r"tokens\[271\] has 100000 characters; at most 1024"):
+        Tokenizer.from_gguf(metadata)
+
+
+def test_an_id_no_table_has_room_for_is_refused(tmp_path: Path) -> None:
+    tiny_models.write_tokenizer(tmp_path)
+    saved = json.loads((tmp_path / "tokenizer.json").read_text())
+    saved["model"]["vocab"]["far"] = 2**32 - 1
+    (tmp_path / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(TokenizerError, match="token id 4294967295; at most 2097151"):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_an_unknown_pre_tokenizer_warns_and_serves(caplog: pytest.LogCaptureFixture) -> None:
@@ -148,16 +170,18 @@ def test_an_unknown_pre_tokenizer_warns_and_serves(caplog: pytest.LogCaptureFixt
         ("tokenizer.json", "{", "cannot read tokenizer.json"),
         ("tokenizer_config.json", "{", "cannot read tokenizer_config.json"),
         ("tokenizer_config.json", "[]", "not a JSON object"),
+        ("generation_config.json", "[" * 100_000, "cannot read generation_config.json: .* deeply"),
+        ("chat_template.jinja", b"\xff", "cannot read chat_template.jinja"),
     ],
 )
 def test_damaged_files_are_refused_in_words(
-    tmp_path: Path, name: str, content: str | None, complaint: str
+    tmp_path: Path, name: str, content: str | bytes | None, complaint: str
 ) -> None:
     tiny_models.write_tokenizer(tmp_path)
     if content is None:
         (tmp_path / name).unlink()
     else:
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(TokenizerError, match=complaint):
         Tokenizer.from_directory(tmp_path)
 

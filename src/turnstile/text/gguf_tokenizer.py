@@ -25,6 +25,8 @@ from turnstile.text.parts import TokenizerParts, added_token, end_ids
 from turnstile.text.pretokenizers import PreTokenizer, pre_tokenizer_named
 from turnstile.text.vocabulary import build_vocabulary
 
+MAX_PIECE_CHARS = 1024
+"""Longest piece of a SentencePiece vocabulary: each is cut at every place, which is quadratic."""
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 
@@ -160,6 +162,11 @@ class _Builder:
         }
         ranked: list[tuple[float, str, str]] = []
         for token, token_id in pieces.items():
+            if len(token) > MAX_PIECE_CHARS:
+                raise TokenizerError(
+                    f"tokenizer.ggml.tokens[{token_id}] has {len(token)} characters; "
+                    f"at most {MAX_PIECE_CHARS} may be"
+                )
             score = _number(scores[token_id])
             cuts = [(token[:at], token[at:]) for at in range(1, len(token))]
             pairs = [(left, right) for left, right in cuts if left in pieces and right in pieces]
@@ -248,7 +255,7 @@ class _Builder:
         return values  # type: ignore[return-value]
 
     def _types(self) -> list[int]:
-        values = [int(_number(value)) for value in self._array("token_type")]
+        values = [_integer(value) for value in self._array("token_type")]
         if not values:
             return [TokenType.NORMAL] * len(self.tokens)
         if len(values) != len(self.tokens):
@@ -261,7 +268,7 @@ class _Builder:
         value = self._metadata.get(_PREFIX + name)
         if value is None:
             return None
-        token_id = int(_number(value))
+        token_id = _integer(value)
         if not 0 <= token_id < len(self.tokens):
             raise TokenizerError(
                 f"tokenizer.ggml.{name} is {token_id}, outside the vocabulary of {len(self.tokens)}"
@@ -270,14 +277,28 @@ class _Builder:
 
     def _flag(self, name: str, default: bool) -> bool:
         value = self._metadata.get(_PREFIX + name)
-        return default if value is None else bool(value)
+        if value is None:
+            return default
+        if not isinstance(value, (bool, int)):
+            raise TokenizerError(f"tokenizer.ggml.{name} is {value!r:.40}, which is no boolean")
+        return bool(value)
 
 
 def _number(value: object) -> float:
+    """``value`` as a float; scores may well be infinite."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
-        raise TokenizerError(f"{value!r} where the tokenizer's metadata needs a number") from None
+        raise TokenizerError(
+            f"{value!r:.40} where the tokenizer's metadata needs a number"
+        ) from None
+
+
+def _integer(value: object) -> int:
+    number = _number(value)
+    if not number.is_integer():  # neither are NaN and the infinities
+        raise TokenizerError(f"{number!r} where the tokenizer's metadata needs an integer")
+    return int(number)
 
 
 def _build_bpe(**arguments: Any) -> models.BPE:

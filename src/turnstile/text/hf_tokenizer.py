@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, processors
 
 from turnstile.text.errors import TokenizerError
-from turnstile.text.parts import TokenizerParts, end_ids
+from turnstile.text.parts import MAX_VOCABULARY, TokenizerParts, end_ids
 from turnstile.text.vocabulary import build_vocabulary
 
 
@@ -49,7 +49,12 @@ class _Loader:
 
     def load(self) -> TokenizerParts:
         vocab = self.backend.get_vocab(with_added_tokens=True)
-        strings = [""] * (max(vocab.values(), default=-1) + 1)
+        highest = max(vocab.values(), default=-1)
+        if highest >= MAX_VOCABULARY:  # the tables below have a place for every id up to it
+            raise TokenizerError(
+                f"tokenizer.json has the token id {highest}; at most {MAX_VOCABULARY - 1} may be"
+            )
+        strings = [""] * (highest + 1)
         for token, token_id in vocab.items():
             strings[token_id] = token
         added = self.backend.get_added_tokens_decoder()
@@ -141,20 +146,29 @@ class _Loader:
                 if isinstance(entry, dict) and isinstance(entry.get("template"), str):
                     templates[str(entry.get("name", "default"))] = entry["template"]
         for path in sorted(self._root.glob("additional_chat_templates/*.jinja")):
-            templates[path.stem] = path.read_text(encoding="utf-8")
+            templates[path.stem] = self._text(path)
         single = self._root / "chat_template.jinja"
         if single.is_file():
-            templates["default"] = single.read_text(encoding="utf-8")
+            templates["default"] = self._text(single)
         return templates
+
+    def _text(self, path: Path) -> str:
+        try:
+            return path.read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            name = path.relative_to(self._root)
+            raise TokenizerError(f"cannot read {name}: {error}") from error
 
     def _read(self, name: str) -> dict[str, Any]:
         path = self._root / name
         if not path.is_file():
             return {}
         try:
-            value = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            value = json.loads(self._text(path))
+        except ValueError as error:
             raise TokenizerError(f"cannot read {name}: {error}") from error
+        except RecursionError:
+            raise TokenizerError(f"cannot read {name}: it is nested too deeply") from None
         if not isinstance(value, dict):
             raise TokenizerError(f"{name} is not a JSON object")
         return value

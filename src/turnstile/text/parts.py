@@ -8,6 +8,9 @@ from tokenizers import AddedToken, Tokenizer
 
 from turnstile.text.vocabulary import Vocabulary
 
+MAX_VOCABULARY = 1 << 21
+"""Eight times the largest known vocabulary (262,144 ids)."""
+
 # Texts of control tokens that end a turn or a document. A model's files often name only one of
 # them as its end; the others end it just as well, and no one wants to read on past them.
 END_TEXTS = (
