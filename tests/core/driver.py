@@ -155,7 +155,20 @@ class Driver:
         self.events = []
         self.submitted -= set(self.finished)
         self.gone = set(self.finished)
+        self._check_the_bound_of_pages()
         self._check_memory_of_the_blocked()
+
+    def _check_the_bound_of_pages(self) -> None:
+        """Whoever is let in because nobody can need more would be let in if all were looked at."""
+        admission = self.scheduler.admission
+        fits = admission.fits
+
+        def fitting(*arguments: object, **named: object) -> bool:
+            answer = fits(*arguments, **named)  # type: ignore[arg-type]
+            assert answer == fits(*arguments[:4])  # type: ignore[arg-type]
+            return answer
+
+        admission.fits = fitting  # type: ignore[method-assign]
 
     def _check_memory_of_the_blocked(self) -> None:
         """Whoever is passed over because it did not fit before would not fit now either."""

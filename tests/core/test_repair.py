@@ -166,6 +166,7 @@ SPOILS: dict[str, Spoil] = {
     "num_cached": shift(lambda scheduler: scheduler.pool, "num_cached"),
     "private": shift(lambda scheduler: scheduler.running[0].table, "private"),
     "tokens": shift(lambda scheduler: scheduler.books.waiting, "tokens"),
+    "most_pages": shift(lambda scheduler: scheduler.slots, "most_pages"),
     "reserved": shift(lambda scheduler: scheduler.slots, "reserved"),
 }  # fmt: skip
 

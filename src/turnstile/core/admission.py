@@ -85,6 +85,12 @@ def request_pages(prompt_tokens: int, max_tokens: int, n: int, page_size: int) -
     return full + n * -(-(partial + tail) // page_size)
 
 
+def pages_at_most(sequence: Sequence, page_size: int) -> int:
+    """Pages that a sequence, and its siblings to come, can hold in the end if it shares none."""
+    longest = sequence.num_prompt + sequence.request.max_tokens
+    return sequence.fork_width * -(-longest // page_size)
+
+
 def check_fits(request: Request, max_model_len: int, num_pages: int, page_size: int) -> None:
     """Raise :class:`NeverFitsError` for what can never run, naming the limit and both numbers."""
     check_lengths(
@@ -160,9 +166,22 @@ class AdmissionPolicy(ABC):
         """Learn from a sequence that ended by itself."""
 
     def fits(
-        self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
+        self,
+        candidate: Candidate,
+        running: Iterable[Sequence],
+        pool: PagePool,
+        reserve: int = 0,
+        most: int | None = None,
     ) -> bool:
-        """Whether all that run, and the candidate, fit the pool less ``reserve`` pages."""
+        """Whether all that run, and the candidate, fit the pool less ``reserve`` pages.
+
+        ``most`` is how many pages all that run can come to hold (:func:`pages_at_most`), where
+        that is known: no forecast is higher, so nobody need be looked at while it is low enough.
+        """
+        if most is not None:
+            most += pages_at_most(candidate.sequence, pool.page_size)
+            if most + reserve <= pool.num_pages:
+                return True
         return self.peak(candidate, running, pool) + reserve <= pool.num_pages
 
     def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
@@ -173,8 +192,9 @@ class AdmissionPolicy(ABC):
         held: list[int] = []
         coming: list[int] = []
         for sequence in running:
-            private = sequence.table.private - given_up.get(id(sequence.table), 0)
-            kept = len(sequence.table) - private
+            table = sequence.table
+            private = table.private - (given_up.get(id(table), 0) if given_up else 0)
+            kept = len(table.pages) - private
             if self.lockstep and sequence.decoding:
                 held.append(sequence.total - kept * page_size)
                 coming.append(max(0, self.remaining(sequence) - 1))
@@ -215,8 +235,9 @@ class ExpectedAdmission(AdmissionPolicy):
         self._tenants: dict[str, OutputLengths] = {}
 
     def remaining(self, sequence: Sequence) -> int:
-        expected = self._lengths_of(sequence.request.tenant).remaining(sequence.num_outputs)
-        return max(1, min(sequence.remaining, expected))
+        outputs = sequence.num_outputs
+        expected = self._lengths_of(sequence.request.tenant).remaining(outputs)
+        return max(1, min(sequence.request.max_tokens - outputs, expected))
 
     def finished(self, sequence: Sequence) -> None:
         self._lengths_of(sequence.request.tenant).add(sequence.num_outputs)
@@ -238,7 +259,12 @@ class UncheckedAdmission(AdmissionPolicy):
         return sequence.remaining
 
     def fits(
-        self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
+        self,
+        candidate: Candidate,
+        running: Iterable[Sequence],
+        pool: PagePool,
+        reserve: int = 0,
+        most: int | None = None,
     ) -> bool:
         return True
 
@@ -316,6 +342,7 @@ __all__ = [
     "check_lengths",
     "check_slots",
     "decode_peak",
+    "pages_at_most",
     "prefill_pages",
     "request_pages",
 ]

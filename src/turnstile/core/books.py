@@ -48,7 +48,7 @@ class Books:
         self.attendance = attendance
         self.statistics = Statistics()
         self.cache = PrefixCache(pool, enabled=prefix_caching)
-        self.slots = Slots(config.max_num_seqs)
+        self.slots = Slots(config.max_num_seqs, pool.page_size)
         self.events: list[AnyEvent] = []
         self.waiting = Waiting(queue, self.events)
         self.deadlines = Deadlines()

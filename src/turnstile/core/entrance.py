@@ -90,7 +90,8 @@ class Entrance:
         key = self.cache.awaited_key(sequence, len(candidate.matched))
         if key is not None:
             return key
-        if not self.admission.fits(candidate, self.slots.running, self.pool, reserve):
+        slots = self.slots
+        if not self.admission.fits(candidate, slots.running, self.pool, reserve, slots.most_pages):
             sequence.blocked = (self.slots.changes, len(candidate.matched))
             return WaitReason.PAGES
         return candidate

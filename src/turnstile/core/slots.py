@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from turnstile.core.admission import pages_at_most
 from turnstile.core.pages import AuditError
 from turnstile.core.request import Sequence, State
 
@@ -13,12 +14,15 @@ class Slots:
     until they fork.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, page_size: int) -> None:
         self.limit = limit
+        self._page_size = page_size
         self.running: list[Sequence] = []
         """In order of admission: the oldest first."""
         self.reserved = 0
         """Places of siblings to come."""
+        self.most_pages = 0
+        """Pages that all who have a place, or were promised one, can come to hold."""
         self.changes = 0
         """Counts whatever may make room for those who wait: who comes, who leaves, who forks, who
         begins to decode. While it stands still, whoever did not fit does not fit.
@@ -34,18 +38,22 @@ class Slots:
         self.changes += 1
         self.running.append(sequence)
         self.reserved += sequence.fork_width - 1
+        self.most_pages += pages_at_most(sequence, self._page_size)
 
     def give_up(self, sequence: Sequence) -> None:
         """A sequence leaves, and whoever it would have forked into."""
         self.changes += 1
         self.running.remove(sequence)
         self.reserved -= sequence.fork_width - 1
+        self.most_pages -= pages_at_most(sequence, self._page_size)
 
     def fork(self, leader: Sequence) -> int:
         """The siblings come now: what was promised is free for them. Returns how many."""
         self.changes += 1
         siblings = leader.fork_width - 1
+        self.most_pages -= pages_at_most(leader, self._page_size)
         leader.fork_width = 1
+        self.most_pages += pages_at_most(leader, self._page_size)
         self.reserved -= siblings
         return siblings
 
@@ -53,6 +61,7 @@ class Slots:
         """Write the books anew: these run, in order of admission."""
         self.running[:] = running
         self.reserved = sum(s.fork_width - 1 for s in self.running)
+        self.most_pages = sum(pages_at_most(s, self._page_size) for s in self.running)
         self.changes += 1
 
     def audit(self, alive: Iterable[Sequence]) -> None:
@@ -63,6 +72,9 @@ class Slots:
         promised = sum(s.fork_width - 1 for s in self.running)
         if promised != self.reserved:
             raise AuditError(f"{promised} slots are promised to forks, counted {self.reserved}.")
+        most_pages = sum(pages_at_most(s, self._page_size) for s in self.running)
+        if most_pages != self.most_pages:
+            raise AuditError(f"They hold up to {most_pages} pages, counted {self.most_pages}.")
         if self.free < 0:
             raise AuditError(
                 f"{len(self.running)} run and {self.reserved} are to, of {self.limit}."

@@ -38,7 +38,12 @@ class OptimisticAdmission(AdmissionPolicy):
         return 1
 
     def fits(
-        self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
+        self,
+        candidate: Candidate,
+        running: Iterable[Sequence],
+        pool: PagePool,
+        reserve: int = 0,
+        most: int | None = None,
     ) -> bool:
         # Those who still compute their prompts were promised the pages for them.
         promised = sum(

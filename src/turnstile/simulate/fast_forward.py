@@ -62,7 +62,12 @@ class _UpToDate(AdmissionPolicy):
         self._policy.finished(sequence)
 
     def fits(
-        self, candidate: Candidate, running: Iterable[Sequence], pool: PagePool, reserve: int = 0
+        self,
+        candidate: Candidate,
+        running: Iterable[Sequence],
+        pool: PagePool,
+        reserve: int = 0,
+        most: int | None = None,
     ) -> bool:
         most = self.most + pages_at_most(candidate.sequence, pool.page_size)
         if most + reserve <= pool.num_pages:
