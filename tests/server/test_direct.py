@@ -14,6 +14,7 @@ from server.fake_engine import FakeStream
 from server.served import Raw, Serve, events, listening, until
 from turnstile.engine.protocol import Row
 from turnstile.server.direct import Direct
+from turnstile.server.turns import Turns
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -219,7 +220,8 @@ def test_a_body_is_the_same_whether_it_comes_with_its_head_or_after(serve: Serve
 
 
 def test_who_asks_late_hears_at_once_that_the_client_has_left() -> None:
-    cycle: Any = SimpleNamespace(transport=None, disconnected=False)
+    flow = SimpleNamespace(resume_reading=lambda: None)
+    cycle: Any = SimpleNamespace(transport=None, disconnected=False, flow=flow)
     heard: list[str] = []
     direct = Direct(cycle)
     direct.when_lost(lambda: heard.append("first"))
@@ -230,3 +232,46 @@ def test_who_asks_late_hears_at_once_that_the_client_has_left() -> None:
     direct.when_lost(lambda: heard.append("late"))
     direct.lost()
     assert heard == ["late"]
+
+
+def test_who_leaves_after_a_large_body_is_missed(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            served.engine.held = True
+            # More than uvicorn keeps before it stops reading, in one piece or in several.
+            raw = await Raw.post(port, "/v1/completions", body(user="x" * 300_000))
+            await raw.until(b"\r\n\r\n")
+            raw.reset()
+            await until(lambda: not served.service.live)
+            assert served.engine.streams[0].cancelled == [(None, "abort")]
+
+    asyncio.run(test())
+
+
+def test_of_requests_that_come_together_one_is_parsed_in_each_turn_of_the_loop() -> None:
+    async def test() -> None:
+        loop = asyncio.get_running_loop()
+        turns, seen, turn = Turns(), [], 0
+
+        async def request(name: int) -> None:
+            await turns.wait()
+            seen.append((name, turn))
+
+        def count() -> None:
+            nonlocal turn
+            turn += 1
+            loop.call_soon(count)
+
+        count()
+        tasks = [asyncio.create_task(request(name)) for name in range(5)]
+        await asyncio.sleep(0)
+        tasks[2].cancel()  # a client that has left takes nobody's turn
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert [name for name, _ in seen] == [0, 1, 3, 4]
+        assert len({at for _, at in seen}) == 4
+        await asyncio.sleep(0)
+        late = turn
+        await request(5)  # and nobody waits where there is nobody else
+        assert seen[-1] == (5, late)
+
+    asyncio.run(test())

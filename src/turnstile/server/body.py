@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from turnstile.server.errors import ApiError
+from turnstile.server.turns import Turns
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class BodyLimits:
         How long a client may take to send one.
     by_tenant
         Bytes of the bodies being read now.
+    turns
+        In which those that have come are parsed.
     """
 
     one: int
@@ -31,6 +34,7 @@ class BodyLimits:
     each: int
     seconds: float
     by_tenant: Counter[str] = field(default_factory=Counter)
+    turns: Turns = field(default_factory=Turns)
 
     @property
     def held(self) -> int:

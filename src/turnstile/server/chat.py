@@ -66,7 +66,6 @@ async def render(service: Service, exchange: Exchange) -> None:
     config = service.config
     body = await exchange.json_body(service.bodies)
     request = decode(body, ChatRequest)
-    exchange.watch()
     model.check_name(request.model)
     async with ends_by(deadline_of(request.timeout, exchange, config)):
         rendered = await render_chat(

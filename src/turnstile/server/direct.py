@@ -48,7 +48,6 @@ class Direct:
             return None
         body, cycle.body = bytes(cycle.body), bytearray()
         cycle.message_event.clear()
-        cycle.flow.resume_reading()
         return body
 
     def when_lost(self, call: Callable[[], object] | None) -> None:
@@ -56,7 +55,11 @@ class Direct:
         has. None: nobody wants to know any more.
         """
         self._on_lost = call
-        if call is not None and self._cycle.disconnected:
+        if call is None:
+            return
+        # The last piece of a large body stops the reading, and who is not read is not missed.
+        self._cycle.flow.resume_reading()
+        if self._cycle.disconnected:
             self.lost()
 
     def lost(self) -> None:

@@ -115,7 +115,8 @@ class Exchange:
     # -- the request ------------------------------------------------------------------------
 
     async def json_body(self, limits: BodyLimits) -> bytes:
-        """The whole body, for a route that takes JSON and nothing else.
+        """The whole body, for a route that takes JSON and nothing else, when it is its turn to be
+        parsed. From now on the calling task is cancelled when the client goes away.
 
         Raises
         ------
@@ -141,7 +142,13 @@ class Exchange:
         if body is not None:
             self._hold(body, limits)
             self._body_comes = False
-            return body
+        else:
+            body = await self._read_in_time(limits)
+        self._watch()
+        await limits.turns.wait()
+        return body
+
+    async def _read_in_time(self, limits: BodyLimits) -> bytes:
         try:
             async with asyncio.timeout(limits.seconds):
                 return await self._read(limits)
@@ -176,10 +183,8 @@ class Exchange:
             self._limits.give_back(self._held, self.tenant.name)
             self._held = 0
 
-    def watch(self) -> None:
-        """From now on cancel the calling task when the client goes away. The body must have been
-        read.
-        """
+    def _watch(self) -> None:
+        """Cancel the calling task when the client goes away. The body must have been read."""
         task = asyncio.current_task()
         assert task is not None
 

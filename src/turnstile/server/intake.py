@@ -89,7 +89,6 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
     config, tenant = service.config, exchange.tenant
     body = await exchange.json_body(service.bodies)
     request = decode(body, endpoint.schema)
-    exchange.watch()
     model.check_name(request.model)
     params = make_params(request, model, config)
     priority = priority_of(request, tenant)

@@ -23,7 +23,6 @@ async def tokenize(service: Service, exchange: Exchange) -> None:
     model, _ = service.require_model()
     body = await exchange.json_body(service.bodies)
     request = decode(body, TokenizeRequest)
-    exchange.watch()
     model.check_name(request.model)
     reader = service.reader(model, exchange.tenant)
     strings = None
@@ -68,7 +67,6 @@ async def detokenize(service: Service, exchange: Exchange) -> None:
     """Text of token ids."""
     model, _ = service.require_model()
     request = decode(await exchange.json_body(service.bodies), DetokenizeRequest)
-    exchange.watch()
     model.check_name(request.model)
     ids = request.tokens
     if len(ids) > _MOST_IDS:
