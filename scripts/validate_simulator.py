@@ -1,8 +1,8 @@
 """Is the simulator right? Real runs against simulated ones, calibrated on the first run only.
 
-Starts real servers, sends six loads of at least 500 requests each, every one of them twice (the
-difference is the run-to-run spread), simulates the same loads with what the first run has taught,
-and writes a table. One command, about sixteen minutes on two cores:
+Starts real servers, sends six loads of at least 500 requests each, every one of them up to three
+times (the difference is the run-to-run spread), simulates the same loads with what the first run
+has taught, and writes a table. One command, about sixteen minutes on two cores:
 
     PYTHONPATH=src python scripts/validate_simulator.py --output check.md --docs docs/simulator.md
 
@@ -37,7 +37,7 @@ from turnstile.bench.drive import Driver
 from turnstile.bench.http import Server
 from turnstile.bench.lengths import Fixed, LengthDistribution, Uniform
 from turnstile.bench.metrics import summarize
-from turnstile.bench.plan import Planned, plan
+from turnstile.bench.plan import plan
 from turnstile.bench.records import Record, read
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
 from turnstile.simulate.calibrate import Calibration, ask_server, calibrated
@@ -49,6 +49,12 @@ from turnstile.simulate.run import Plant, play
 SEED = 101
 KEYS = ("flooding-tenant", "quiet-tenant")
 START_S = 120.0
+STAIRS = ((2, 6), (6, 24), (16, 64), (32, 96))
+"""Closed loops of so many users, with so many requests, before each run. They warm up; they show
+the engine's fit steps of all sizes (W1 has few that are small); and how long they take tells the
+pace of the machine just then.
+"""
+STAIRS_S = 60.0
 RAW = "turnstile-simulator-check-1"
 # what is compared: label, where it is, how far off it may be
 ROWS = (
@@ -164,14 +170,27 @@ def serving(model: str | None, port: int, flags: tuple[str, ...], log: Path) -> 
                 process.wait(15.0)
 
 
-async def send(case: Case, url: str, text_seed: int, limit: float) -> list[Record]:
-    """All streams of a case at the same time; warmed up, with fresh text."""
-    prose = Prose(text_seed)
+async def climb(url: str, key: str | None, prose: Prose) -> float:
+    """Send the stairs, with the same lengths every time; returns how many seconds they took."""
+    server = Server.parse(url, key)
+    model = await first_model(server)
+    tokenizer = RemoteTokenizer(server, model)
+    seconds = 0.0
+    for users, requests in STAIRS:
+        workload = Workload("stairs", "", requests, Uniform(16, 96), Uniform(16, 64))
+        planned = await plan(workload, tokenizer, prose, SEED + users)
+        began = time.monotonic()
+        await Driver(server, model, planned, ClosedLoop(users), STAIRS_S).run()
+        seconds += time.monotonic() - began
+    tokenizer.close()
+    return seconds
+
+
+async def send(case: Case, url: str, prose: Prose, limit: float) -> list[Record]:
+    """All streams of a case at the same time, with fresh text."""
     server = Server.parse(url, case.streams[0].key)
     model = await first_model(server)
     tokenizer = RemoteTokenizer(server, model)
-    warm = [Planned(p.prompt, 16) for p in await plan(_WARM, tokenizer, prose, 1)]
-    await Driver(server, model, warm, ClosedLoop(1), 60.0).run()
     drivers = []
     for stream in case.streams:
         planned = await plan(stream.workload(), tokenizer, prose, SEED)
@@ -183,17 +202,17 @@ async def send(case: Case, url: str, text_seed: int, limit: float) -> list[Recor
     return [read(attempt, start) for run in runs for attempt in run.attempts]
 
 
-_WARM = Workload("warm", "", 3, Fixed(64), Fixed(16))
-
-
 def real_run(case: Case, url: str, text_seed: int, limit: float) -> dict[str, Any]:
-    before = _preemptions(case, url)
+    """The stairs, then a case; returns its figures, and how long the stairs took."""
+    prose = Prose(text_seed)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        records = runner.run(send(case, url, text_seed, limit))
+        stairs = runner.run(climb(url, case.streams[0].key, prose))
+        before = _preemptions(case, url)
+        records = runner.run(send(case, url, prose, limit))
     window = max(r.ended for r in records) - min(r.due for r in records)
     figures = summarize(records, window)
     figures["preemptions"] = _preemptions(case, url) - before
-    return figures
+    return figures | {"stairs_s": stairs}
 
 
 def _preemptions(case: Case, url: str) -> float:
@@ -263,8 +282,7 @@ def simulated_run(case: Case, known: Calibration) -> dict[str, Any]:
     pages = int(case.flags[1]) if "--num-pages" in case.flags else known.engine["num_pages"]
     setup = calibrated(replace(known, engine=known.engine | {"num_pages": pages}))
     load = load_of(case)
-    # The real ones were asked right after their start: their schedulers had all to learn.
-    journal = play(Plant(replace(setup, learns_cost=True)), load)
+    journal = play(Plant(setup), load)
     figures = measure(journal, load, setup.num_pages, None)
     figures["preemptions"] = figures["machine"]["preemptions"]
     return figures
@@ -322,9 +340,10 @@ def _at(figures: Any, path: tuple[str, ...]) -> float | None:
 def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: float) -> str:
     fit, front = known.coefficients, known.front
     decoding = fit.gamma if fit.epsilon is None else fit.epsilon
-    rounds = max(len(outcome.real) for outcome in outcomes)
+    rounds = sorted({len(outcome.real) for outcome in outcomes})
     lines = [
-        f"{measured.requests} requests a run, {rounds} runs of each load, measured "
+        f"{measured.requests} requests a run, {' or '.join(map(str, rounds))} runs of each load, "
+        f"measured "
         f"{measured.when} UTC, {measured.cores} cores, "
         "client on the same cores. Calibrated on the first W1 run only: "
         f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
@@ -354,6 +373,10 @@ def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: 
             lines.append(f"| {' | '.join(cells)} |")
         real = " / ".join(f"{figures['preemptions']:.0f}" for figures in outcome.real)
         lines.append(f"| | preemptions | {real} | {outcome.simulated['preemptions']} | | | |")
+        stairs = [figures["stairs_s"] for figures in outcome.real if "stairs_s" in figures]
+        if stairs:
+            told = " / ".join(f"{seconds:.1f}" for seconds in stairs)
+            lines.append(f"| | the machine: stairs, s | {told} | | | | |")
     lines += ["", f"{right} of {total} figures within what is allowed."]
     return "\n".join(lines) + "\n"
 
@@ -373,12 +396,19 @@ def put_into(document: Path, text: str) -> None:
 
 
 def main() -> int:
+    # Servers are ended on the way out: of a plain kill too.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="instead of the default model")
     parser.add_argument("--port", type=int, default=8170)
     parser.add_argument("--requests", type=int, default=500)
-    parser.add_argument("--rounds", type=int, default=2, help="times each load is sent")
-    parser.add_argument("--budget", type=float, default=960.0, help="seconds for everything")
+    parser.add_argument("--rounds", type=int, default=3, help="times each load is sent")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=960.0,
+        help="seconds for everything; what does not fit is left out",
+    )
     parser.add_argument("--output", type=Path, default=Path("simulator-check.md"))
     parser.add_argument("--docs", type=Path, help="document to put the table into as well")
     parser.add_argument("--raw", type=Path, help="JSON file for all figures")

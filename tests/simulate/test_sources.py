@@ -14,6 +14,7 @@ from turnstile.simulate.calibrate import (
     Calibration,
     CalibrationError,
     ask_server,
+    calibrated,
     learn,
     parse_costs,
     read_calibration,
@@ -34,20 +35,29 @@ turnstile_turn_cost_seconds{per="decode_read"} 9e-8
 turnstile_turn_cost_knee_tokens 16.0
 turnstile_cost_samples 321.0
 """
+EXPOSED += EXPOSED.replace("turn_cost", "step_cost").replace("0.002", "0.001")
 
 
 def test_costs_are_read_from_the_metrics() -> None:
-    assert parse_costs(EXPOSED) == (Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16), 321)
+    assert parse_costs(EXPOSED, "turn") == Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16)
     with pytest.raises(CalibrationError, match="turn_cost"):
-        parse_costs("turnstile_steps_total 3")
+        parse_costs("turnstile_steps_total 3", "turn")
+    told = {"engine_config": {"num_pages": 100, "page_size": 16}}
     with pytest.raises(CalibrationError, match="beta"):
-        parse_costs(EXPOSED.replace("1e-4", "-1"))
+        learn("http://x", EXPOSED.replace("1e-4", "-1"), told)
+    known = learn("http://x", EXPOSED, told)
+    assert known.samples == 321
+    # Time passes by whole turns; the scheduler cuts prompts by passes, as the server's does.
+    slower = calibrated(known.scaled(2.0))
+    assert slower.timing.coefficients.alpha == 0.004
+    assert slower.make_scheduler().cost.coefficients.alpha == 0.002
 
 
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     known = Calibration(
         source="a test",
         coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16),
+        passes=Coefficients(0.001, 1e-4, 3e-8, 5e-5),
         samples=300,
         spread=0.1,
         front=Front(1e-3, 2e-3, 3e-5),

@@ -53,7 +53,8 @@ def _full_house(config: SchedulerConfig, cost: CostModel, batch: int) -> float:
     be trusted at a hundred, that of a token is.
     """
     slots = config.max_num_seqs
-    return cost.predict(StepCost(slots, slots * TYPICAL_CONTEXT, batch))
+    pairs = slots * TYPICAL_CONTEXT
+    return cost.predict(StepCost(slots, pairs, batch, pairs, pairs))
 
 
 def _context(behind: Seq[Sequence]) -> float:

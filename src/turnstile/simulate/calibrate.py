@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,9 @@ class Calibration:
         Where it comes from, for reports.
     coefficients
         Of whole turns of the step loop.
+    passes
+        Of the forward passes alone, as the server's scheduler knows them: it cuts prompts by these.
+        None where that is not known.
     samples
         Steps they were fitted to; 0 where it was not to steps.
     largest_batch
@@ -55,6 +58,7 @@ class Calibration:
 
     source: str
     coefficients: Coefficients
+    passes: Coefficients | None = None
     samples: int = 0
     largest_batch: int = 0
     spread: float = 0.0
@@ -74,8 +78,23 @@ class Calibration:
     def of(cls, content: dict[str, Any]) -> Calibration:
         """Undo :func:`dataclasses.asdict`. Raises :class:`ValueError` where it makes no sense."""
         coefficients = finite(Coefficients(**content["coefficients"]))
-        front = Front(**content["front"])
-        return cls(**content | {"coefficients": coefficients, "front": front})
+        passes = content.get("passes")
+        return cls(
+            **content
+            | {
+                "coefficients": coefficients,
+                "passes": finite(Coefficients(**passes)) if passes else None,
+                "front": Front(**content["front"]),
+            }
+        )
+
+    def scaled(self, pace: float) -> Calibration:
+        """The same machine, all of whose steps take ``pace`` times as long."""
+        return replace(
+            self,
+            coefficients=self.coefficients.scaled(pace),
+            passes=self.passes.scaled(pace) if self.passes else None,
+        )
 
     def write(self, path: Path) -> None:
         """Keep it for :func:`read_calibration`."""
@@ -99,6 +118,7 @@ def calibrated(known: Calibration, seed: int = 0) -> Setup:
         timing = ScatteredTiming(timing, known.spread, seed)
     return Setup(
         timing=timing,
+        believes=known.passes,
         measured_batch=known.largest_batch or None,
         num_pages=int(engine["num_pages"]),
         page_size=int(engine["page_size"]),
@@ -142,7 +162,7 @@ def ask_server(url: str, api_key: str | None = None) -> Calibration:
 
 def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
     """What a server's ``/metrics`` and ``/server_info`` say of it. Raises as :func:`ask_server`."""
-    coefficients, samples = parse_costs(metrics)
+    coefficients, samples = parse_costs(metrics, "turn"), _gauge(metrics, "turnstile_cost_samples")
     if samples < ENOUGH:
         raise CalibrationError(
             f"{base} has measured {samples} steps; at least {ENOUGH} are needed. "
@@ -157,31 +177,36 @@ def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
     kept |= {name: door[name] for name in GATE_SETTINGS if name in door}
     source = f"{engine.get('model')} at {base}"
     return Calibration(
-        source=source, coefficients=coefficients, samples=samples, engine=kept,
+        source=source, coefficients=_sensible(coefficients),
+        passes=_sensible(parse_costs(metrics, "step")), samples=samples, engine=kept,
         largest_batch=_gauge(metrics, "turnstile_cost_largest_batch"),
     )  # fmt: skip
 
 
-def parse_costs(metrics: str) -> tuple[Coefficients, int]:
-    """The fitted cost of a turn, and from how many steps, out of a Prometheus exposition.
+def parse_costs(metrics: str, of: str) -> Coefficients:
+    """The fitted cost of a whole ``"turn"`` of the step loop, or of its forward pass (``"step"``),
+    out of a Prometheus exposition.
 
     Raises
     ------
     CalibrationError
-        They are not in there, or make no sense.
+        They are not in there.
     """
     values: dict[str, Any] = {}
     for name, part in _PARTS.items():
         line = re.search(
-            rf'^turnstile_turn_cost_seconds{{per="{part}"}} (\S+)$', metrics, re.MULTILINE
+            rf'^turnstile_{of}_cost_seconds{{per="{part}"}} (\S+)$', metrics, re.MULTILINE
         )
         if line is None:
-            raise CalibrationError("The metrics have no turnstile_turn_cost_seconds.")
+            raise CalibrationError(f"The metrics have no turnstile_{of}_cost_seconds.")
         values[name] = float(line.group(1))
-    values["knee"] = _gauge(metrics, "turnstile_turn_cost_knee_tokens")
-    count = _gauge(metrics, "turnstile_cost_samples")
+    values["knee"] = _gauge(metrics, f"turnstile_{of}_cost_knee_tokens")
+    return Coefficients(**values)
+
+
+def _sensible(coefficients: Coefficients) -> Coefficients:
     try:
-        return (finite(Coefficients(**values)) if count else Coefficients(**values)), count
+        return finite(coefficients)
     except ValueError as error:
         raise CalibrationError(str(error)) from None
 

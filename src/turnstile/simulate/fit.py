@@ -96,8 +96,7 @@ def fit_front(
 
     def apply(parameters: Parameters) -> Calibration:
         return replace(
-            known,
-            coefficients=known.coefficients.scaled(parameters["pace"]),
+            known.scaled(parameters["pace"]),
             spread=parameters["spread"],
             front=Front(parameters["per_request"], parameters["delivery"], parameters["per_row"]),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
-from turnstile.core.cost import CostModel
+from turnstile.core.cost import Coefficients, CostModel
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
 from turnstile.core.gate import Gate, GateConfig
 from turnstile.core.pages import PagePool
@@ -45,6 +45,8 @@ class Setup:
     timing: StepTiming
     measured_batch: int | None = None
     """Most sequences in a step that the timing was fitted to; None where nobody has said."""
+    believes: Coefficients | None = None
+    """What the scheduler takes steps to cost, as the server's does; None: what they do cost."""
     num_pages: int
     page_size: int = 16
     admission: str = "expected"
@@ -53,8 +55,8 @@ class Setup:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     front: Front = field(default_factory=Front)
     learns_cost: bool = False
-    """The scheduler learns what steps cost as they pass, as in the server, where its budgets depend
-    on that; otherwise it knows from the start.
+    """The scheduler learns what steps cost as they pass, as in a server that has just started;
+    otherwise it knows from the start.
     """
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
@@ -85,6 +87,11 @@ class Setup:
             )
         )
 
+    @property
+    def believed(self) -> Coefficients:
+        """What a scheduler that need not learn takes steps to cost."""
+        return self.believes or self.timing.coefficients
+
     def parts(self) -> tuple[PagePool, AdmissionPolicy, QueuePolicy]:
         """A new pool and new policies."""
         return (
@@ -106,6 +113,6 @@ class Setup:
             admission if attendance is None else attendance.admission,
             queue,
             prefix_caching=self.prefix_caching,
-            cost=CostModel() if self.learns_cost else KnownCost(self.timing.coefficients),
+            cost=CostModel() if self.learns_cost else KnownCost(self.believed),
             attendance=attendance,
         )
