@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import random
 import sys
 import threading
@@ -29,14 +28,20 @@ from turnstile.engine.config import EngineConfig
 from turnstile.engine.local import LocalEngine
 from turnstile.engine.params import ParameterError, SamplingParams
 from turnstile.engine.protocol import Snapshot
+from turnstile.inputs import (
+    Messages,
+    Prompt,
+    checked_priority,
+    list_of_prompts,
+    one_each,
+    own_params,
+    text_and_ids,
+)
 from turnstile.models.source import ModelSource, resolve
 from turnstile.outputs import OutputBuilder, RequestOutput
 from turnstile.text.chat import ChatEncoder, ChatInput
 from turnstile.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
-Messages = Sequence[Mapping[str, Any]]
 _T = TypeVar("_T")
 
 
@@ -186,8 +191,13 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
     ) -> tuple[OutputBuilder, Generation]:
-        text, ids = self._tokenize(prompt)
-        params = copy.copy(sampling_params or self.get_default_sampling_params())
+        priority = checked_priority(priority)
+        text, ids = text_and_ids(prompt)
+        if ids is None:
+            ids = self._tokenizer.encode(text or "")
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+        params = own_params(sampling_params)
         info = self._engine.info
         vocab_size = info.vocab_size if info is not None else self._source.config.vocab_size
         params.check(vocab_size)
@@ -217,21 +227,6 @@ class AsyncLLM:
         builder = OutputBuilder(generation, text, self._tokenizer, own_stop_ids)
         builder.output.request_id = request_id or generation.request_id
         return builder, generation
-
-    def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        text: str | None = None
-        if isinstance(prompt, Mapping):
-            text = prompt.get("prompt")
-            ids = prompt.get("prompt_token_ids")
-            if ids is not None:
-                return text, list(ids)
-            if text is None:
-                raise ParameterError("A prompt needs prompt or prompt_token_ids.", "prompt")
-        elif isinstance(prompt, str):
-            text = prompt
-        else:
-            return None, list(prompt)
-        return text, self._tokenizer.encode(text)
 
 
 class LLM:
@@ -297,9 +292,9 @@ class LLM:
             A request is out of range, or larger than the context or the page pool. Nothing has
             been generated then. A request that fails later has ``finish_reason`` ``error``.
         """
-        chosen = _as_list(prompts)
-        params = _one_each(sampling_params, len(chosen), "sampling_params")
-        priorities = _one_each(priority, len(chosen), "priority")
+        chosen = list_of_prompts(prompts)
+        params = one_each(sampling_params, len(chosen), "sampling_params")
+        priorities = one_each(priority, len(chosen), "priority")
         return self._wait(self._generate_all(chosen, params, priorities, use_tqdm))
 
     def chat(
@@ -318,10 +313,11 @@ class LLM:
 
         Raises :class:`MessageError` and :class:`TemplateError` beside what :meth:`generate` raises.
         """
-        chats = [messages] if messages and isinstance(messages[0], Mapping) else list(messages)
+        given: list[Any] = list(messages)
+        chats: list[Messages] = [given] if given and isinstance(given[0], Mapping) else given
         prompts = [
             self._llm.encode_chat(
-                chat,  # type: ignore[arg-type]
+                chat,
                 template=chat_template,
                 add_generation_prompt=add_generation_prompt and not continue_final_message,
                 continue_final_message=continue_final_message,
@@ -345,13 +341,20 @@ class LLM:
         return self._llm.get_metrics()
 
     def reset_prefix_cache(self) -> None:
-        """Forget every cached page that nobody holds."""
+        """Forget every cached page that nobody holds. Raises RuntimeError after :meth:`close`."""
+        self._refuse_closed()
         self._loop.call_soon_threadsafe(self._llm.reset_prefix_cache)
 
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+    def _refuse_closed(self) -> None:
         if self._closed:
-            work.close()
             raise RuntimeError("This LLM has been closed.")
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T:
+        try:
+            self._refuse_closed()
+        except RuntimeError:
+            work.close()  # or Python warns that nobody awaited it
+            raise
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -369,8 +372,9 @@ class LLM:
         with _progress(len(prompts), use_tqdm) as advance:
 
             async def one(i: int) -> RequestOutput:
+                asked = priorities[i]
                 output = await self._llm.generate_final(
-                    prompts[i], params[i], priority=priorities[i] or 0
+                    prompts[i], params[i], priority=0 if asked is None else asked
                 )
                 advance()
                 return output
@@ -381,22 +385,6 @@ class LLM:
             except ExceptionGroup as several:
                 raise several.exceptions[0] from None
             return [task.result() for task in tasks]
-
-
-def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _one_each(given: _T | Sequence[_T] | None, count: int, name: str) -> list[_T | None]:
-    if isinstance(given, Sequence):
-        if len(given) != count:
-            raise ParameterError(f"{count} prompts but {len(given)} {name}.", name)
-        return list(given)
-    return [given] * count
 
 
 @contextlib.contextmanager

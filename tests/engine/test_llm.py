@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,6 +111,11 @@ def test_what_cannot_be_done_is_said_and_the_engine_goes_on(llm: LLM) -> None:
         llm.generate([["x"], [5] * 600][1], GREEDY)
     with pytest.raises(ParameterError, match="2 prompts but 1"):
         llm.generate(["a", "b"], [GREEDY])
+    wrong: Any = "high"
+    with pytest.raises(ParameterError, match="priority"):
+        llm.generate("x", GREEDY, priority=[wrong])
+    with pytest.raises(ParameterError, match="top_k"):
+        llm.generate("x", SamplingParams(top_k=wrong))
     assert llm.generate("x", GREEDY)[0].finished
     assert llm.get_metrics().pages_held == 0
 
@@ -120,6 +126,8 @@ def test_a_closed_engine_says_so(model: Path) -> None:
     llm.close()
     with pytest.raises(RuntimeError, match="closed"):
         llm.generate("x")
+    with pytest.raises(RuntimeError, match="This LLM has been closed"):
+        llm.reset_prefix_cache()
 
 
 def test_async_outputs_grow_and_can_be_aborted(model: Path) -> None:

@@ -7,6 +7,9 @@ from collections.abc import Collection
 
 import msgspec
 
+MOST_PRIORITY = 1_000_000
+"""A request's priority lies within this distance of 0."""
+
 
 class ParameterError(ValueError):
     """A request parameter is out of range. ``param`` names the field."""

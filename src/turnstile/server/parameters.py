@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
-from turnstile.engine.params import SamplingParams, check_length
+from turnstile.engine.params import MOST_PRIORITY, SamplingParams, check_length
 from turnstile.models.generation import GenerationDefaults
 from turnstile.server.config import ServerConfig
 from turnstile.server.errors import ApiError, bad_request, unsupported
 from turnstile.server.exchange import Exchange
 from turnstile.server.model import ServedModel
 from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
-from turnstile.server.tenants import MOST_PRIORITY, Tenant
+from turnstile.server.tenants import Tenant
 
 _MAX_STOP_LENGTH = 1024
 _MAX_SALT_LENGTH = 1024

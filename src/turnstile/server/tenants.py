@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from turnstile.core.limits import NO_LIMITS, TenantLimits
+from turnstile.engine.params import MOST_PRIORITY
 from turnstile.server.config import ConfigError
 
 MOST_TENANTS = 10_000
-MOST_PRIORITY = 1_000_000
 SHARING = ("tenant", "all")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _HASHED = re.compile(r"sha256:[0-9a-fA-F]{64}")
