@@ -73,7 +73,8 @@ static void linear_in_tiles(const LinearTask& task) {
   const int share = (height + tiles - 1) / tiles;         // rows finished beside one of them
   const int fetched = (kTile * kStepBytes / 64 + row_blocks - 1) / row_blocks * 64;  // bytes beside one of them
   const size_t panel_bytes = static_cast<size_t>(weights.steps) * kStepBytes;
-  alignas(64) int32_t raw[2][kAmxRows * kPanel];
+  // Some lines more than 4 KiB apart: a load takes a store at the same place of another 4 KiB for its own.
+  alignas(64) int32_t raw[2][kAmxRows * kPanel + 5 * kTile];
   int parity = 0;
   struct { int panel, first, row, last; } before{0, 0, 0, 0};  // what is not yet finished of the block before
   const auto finish = [&](int count) {
