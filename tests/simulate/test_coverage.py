@@ -20,7 +20,7 @@ from turnstile.core.forecast import Calibration
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.clock import Clock
 from turnstile.simulate.journal import Journal
-from turnstile.simulate.load import Load, draw
+from turnstile.simulate.load import Load, Tenant, draw
 from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
 from turnstile.simulate.setup import Setup
@@ -81,6 +81,24 @@ def overload(factor: float, count: int, seed: int) -> Load:
     return chats(count, seed).with_rate(factor * capacity(), seed)
 
 
+def shared(factor: float, shares: tuple[float, ...], count: int, seed: int) -> Load:
+    """An overload of which each of several tenants asks for its share."""
+    load, draws = overload(factor, count, seed), np.random.default_rng(seed)
+    return replace(
+        load,
+        tenants=tuple(Tenant(name) for name in "abc"[: len(shares)]),
+        tenant_of=draws.choice(len(shares), count, p=shares),
+    )
+
+
+def forget_the_end(load: Load, journal: Journal, wait: Noting, ttft: Noting) -> None:
+    """Leave out what came when nobody came any more: that ends sooner than anybody could know."""
+    end = float(load.due.max())
+    for calibration, times in ((wait, journal.started), (ttft, journal.first)):
+        late = sum(time > end for time in times)
+        calibration.outcomes = calibration.outcomes[: len(calibration.outcomes) - late]
+
+
 def bursts(count: int, seed: int) -> Load:
     """150 at once, over and over, on a third of what can be served."""
     draws, rate = np.random.default_rng(seed), capacity()
@@ -116,6 +134,8 @@ LOADS = {
     "bursts": bursts,
 }
 
+SHARES = {"70, 20, 10 %": (0.7, 0.2, 0.1), "90, 10 %": (0.9, 0.1), "half each": (0.5, 0.5)}
+
 
 @pytest.mark.parametrize(
     ("name", "door"),
@@ -133,17 +153,42 @@ def test_nine_in_ten_come_within_what_the_gate_told_and_not_by_telling_too_much(
         assert p90 < 2.5
 
 
+@pytest.mark.parametrize("shares", list(SHARES.values()), ids=list(SHARES))
+def test_what_other_tenants_are_still_going_to_ask_for_is_foreseen(
+    shares: tuple[float, ...],
+) -> None:
+    load = shared(2.0, shares, 1000, 2)
+    journal, *told = play(load, 2)
+    forget_the_end(load, journal, *told)
+    for calibration in told:
+        assert len(calibration.outcomes) > 250
+        coverage, median, p90 = quality(calibration)
+        assert coverage >= 0.88
+        assert 0.75 < median < 1.35
+        assert p90 < 2.5
+
+
 def main(count: int) -> None:
     print("load | queue | quantity | coverage | median ÷ actual | 90th percentile ÷ actual")
     for name, door in [(n, d) for d in BOUNDS for n in LOADS]:
-        runs = [play(LOADS[name](count, seed), seed, door)[1:] for seed in (1, 2, 3)]
-        for quantity, several in zip(("wait", "TTFT"), zip(*runs, strict=True), strict=True):
-            rows = np.asarray([quality(calibration) for calibration in several])
-            spans = [
-                f"{low:.2f} to {high:.2f}"
-                for low, high in zip(rows.min(0), rows.max(0), strict=True)
-            ]
-            print(name, door, quantity, *spans, sep=" | ", flush=True)
+        tell(name, door, [play(LOADS[name](count, seed), seed, door)[1:] for seed in (1, 2, 3)])
+    for name, shares in SHARES.items():
+        runs = []
+        for seed in (1, 2, 3):
+            load = shared(2.0, shares, count, seed)
+            journal, *told = play(load, seed)
+            forget_the_end(load, journal, *told)
+            runs.append(tuple(told))
+        tell(f"2 times, {name}", "open", runs)
+
+
+def tell(name: str, door: str, runs: list[tuple[Noting, ...]]) -> None:
+    for quantity, several in zip(("wait", "TTFT"), zip(*runs, strict=True), strict=True):
+        rows = np.asarray([quality(calibration) for calibration in several])
+        spans = [
+            f"{low:.2f} to {high:.2f}" for low, high in zip(rows.min(0), rows.max(0), strict=True)
+        ]
+        print(name, door, quantity, *spans, sep=" | ", flush=True)
 
 
 if __name__ == "__main__":

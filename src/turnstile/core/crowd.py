@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from turnstile.core.demand import Demands
 from turnstile.core.forecast import Ahead, Estimate, OutputMeans
 from turnstile.core.limits import NO_LIMITS, TenantLimits
-from turnstile.core.scheduler import OUTPUT_CHARGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,11 +128,6 @@ class Lane:
         self.prompt_tokens += sign * work.prompt_tokens
         self.outputs += sign * work.n * place.expected
 
-    @property
-    def charge(self) -> float:
-        """What all of it will be charged."""
-        return self.prompt_tokens + OUTPUT_CHARGE * self.outputs
-
 
 @dataclass(frozen=True, slots=True)
 class Ends:
@@ -169,6 +164,7 @@ class Crowd:
         self._lanes: dict[str, dict[int, Lane]] = {}
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, OutputMeans] = {}
+        self._demands = Demands()
         self._ends: tuple[int, Ends] | None = None
 
     def samples_of(self, tenant: str) -> int:
@@ -180,6 +176,10 @@ class Crowd:
         """Somebody begins to wait."""
         work = place.work
         self._weights[work.tenant] = work.weight
+        self._demands.add(
+            work.tenant, work.weight, work.n, work.prompt_tokens, work.n * place.expected,
+            place.entered,
+        )  # fmt: skip
         lanes = self._lanes.setdefault(work.tenant, {})
         lane = lanes.get(work.priority)
         if lane is None:
@@ -297,8 +297,17 @@ class Crowd:
         """Whether the tenant was here before."""
         return tenant in self._outputs
 
-    def ahead(self, work: Work, before: Ahead, served: Mapping[str, float]) -> Ahead:
-        """Who starts before a newcomer, after ``before``; ``served`` are the virtual counters."""
+    def others_ask(self, tenant: str) -> bool:
+        """Whether other tenants have been heard of lately, and the queue tells them apart."""
+        return self.policy == "fair" and self._demands.any_but(tenant)
+
+    def ahead(
+        self, work: Work, before: Ahead, served: Mapping[str, float], seconds: float = 0.0
+    ) -> Ahead:
+        """Who starts before a newcomer, after ``before``; ``served`` are the virtual counters.
+
+        Whoever will come within ``seconds`` and be owed more goes before it too.
+        """
         samples, prompt, outputs = before.samples, before.prompt_tokens, before.outputs
         policy = self.policy
         own = self._lanes.get(work.tenant, {}) if policy == "fair" else {}
@@ -315,29 +324,32 @@ class Crowd:
                 samples += lane.samples
                 prompt += lane.prompt_tokens
                 outputs += lane.outputs
-        return self._others(work, Ahead(samples, prompt, outputs), served)
+        return self._others(work, Ahead(samples, prompt, outputs), served, seconds)
 
-    def _others(self, work: Work, own: Ahead, served: Mapping[str, float]) -> Ahead:
+    def _others(self, work: Work, own: Ahead, served: Mapping[str, float], seconds: float) -> Ahead:
         """Add what other tenants are owed by the time the newcomer's turn comes: the least served
         goes first, so each gets as much for its weight as the newcomer's tenant.
         """
         least = min(served.values(), default=0.0)
-        charge = own.prompt_tokens + OUTPUT_CHARGE * own.outputs
-        turn = served.get(work.tenant, least) + charge / work.weight
-        samples, prompt, outputs = own.samples, own.prompt_tokens, own.outputs
-        for tenant, lanes in self._lanes.items():
-            if tenant == work.tenant:
-                continue
-            owed = (turn - served.get(tenant, least)) * self._weights[tenant]
-            if owed <= 0:
-                continue
-            total = sum(lane.charge for lane in lanes.values())
-            share = min(1.0, owed / total) if total else 1.0
-            for lane in lanes.values():
-                samples += share * lane.samples
-                prompt += share * lane.prompt_tokens
-                outputs += share * lane.outputs
-        return Ahead(samples, prompt, outputs)
+        turn = served.get(work.tenant, least) + own.charge / work.weight
+        ahead = own
+        for tenant, (weight, asked) in self._asked(work.tenant, seconds).items():
+            owed = (turn - served.get(tenant, least)) * weight
+            if owed > 0:
+                total = asked.charge
+                ahead += asked.scaled(min(1.0, owed / total) if total else 1.0)
+        return ahead
+
+    def _asked(self, tenant: str, seconds: float) -> dict[str, tuple[float, Ahead]]:
+        """Weight of each other tenant, and what it waits for, or will within ``seconds``."""
+        asked = self._demands.of_others(tenant, seconds) if seconds else {}
+        for other, lanes in self._lanes.items():
+            if other != tenant:
+                _, ahead = asked.get(other, (0.0, Ahead()))
+                for lane in lanes.values():
+                    ahead += Ahead(lane.samples, lane.prompt_tokens, lane.outputs)
+                asked[other] = self._weights[other], ahead
+        return asked
 
 
 def _done(place: Place, step: int) -> int:

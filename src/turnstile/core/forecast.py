@@ -21,7 +21,7 @@ from itertools import accumulate
 
 from turnstile.core.cost import Coefficients, CostModel, StepCost
 from turnstile.core.request import Sequence as Running
-from turnstile.core.scheduler import Scheduler
+from turnstile.core.scheduler import OUTPUT_CHARGE, Scheduler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +90,27 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Who starts before a newcomer: samples, their prompt tokens, their expected outputs."""
+    """Work before a newcomer's: samples, their prompt tokens, their expected outputs."""
 
     samples: float = 0.0
     prompt_tokens: float = 0.0
     outputs: float = 0.0
+
+    def __add__(self, other: Ahead) -> Ahead:
+        return Ahead(
+            self.samples + other.samples,
+            self.prompt_tokens + other.prompt_tokens,
+            self.outputs + other.outputs,
+        )
+
+    def scaled(self, share: float) -> Ahead:
+        """So large a part of it."""
+        return Ahead(share * self.samples, share * self.prompt_tokens, share * self.outputs)
+
+    @property
+    def charge(self) -> float:
+        """Service that all of it will be charged."""
+        return self.prompt_tokens + OUTPUT_CHARGE * self.outputs
 
 
 def steps_until_start(remaining: Sequence[float], free: int, service: float, place: float) -> float:

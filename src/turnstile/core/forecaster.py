@@ -70,24 +70,49 @@ class Forecaster:
         """Seconds until a newcomer, behind ``before``, gets a slot, and its first token."""
         ends = self._ends(view)
         ahead = self._crowd.ahead(work, before, view.served)
-        width = self._width(work, ends, ahead, view)
-        busy = len(ends.steps)
-        running = min(width, busy + ahead.samples + work.n)
-        speed = self._speed(ends, running, view)
-        place, free = ahead.samples + work.n, width - busy
-        wait = 0.0
-        if place > free:
-            service = _service(ahead, self._crowd.expected(work), width, speed)
-            steps = steps_until_start(ends.steps, free, service, place)
-            wait = speed.seconds(steps, view.prefill_tokens + ahead.prompt_tokens)
-        elif busy:  # it enters at the next step: half of the one that runs is still to come
-            wait = speed.seconds(1, view.prefill_tokens) / 2
+        wait = self._wait(work, ends, ahead, view)
+        ahead, wait = self._with_who_comes(work, before, ends, ahead, wait, view)
+        width, busy = self._width(work, ends, ahead, view), len(ends.steps)
+        speed = self._speed(ends, min(width, busy + ahead.samples + work.n), view)
         # Prompts share steps: while its own is computed, so is as much of each beside it. Those
         # ahead are beside it where all start together; who has to wait finds most of them computed.
-        sharing = self._crowd.prompts_beside(work) + (ahead.samples if place <= free else 0.0)
+        together = ahead.samples + work.n <= width - busy
+        sharing = self._crowd.prompts_beside(work) + (ahead.samples if together else 0.0)
         beside = work.prompt_tokens * sharing
         tokens = work.prompt_tokens + min(beside, view.prefill_tokens + ahead.prompt_tokens)
         return wait, wait + speed.seconds(max(1.0, tokens / speed.room), tokens)
+
+    def _wait(self, work: Work, ends: Ends, ahead: Ahead, view: EngineView) -> float:
+        """Seconds until a newcomer gets a slot."""
+        width, busy = self._width(work, ends, ahead, view), len(ends.steps)
+        speed = self._speed(ends, min(width, busy + ahead.samples + work.n), view)
+        place, free = ahead.samples + work.n, width - busy
+        if place > free:
+            service = _service(ahead, self._crowd.expected(work), width, speed)
+            steps = steps_until_start(ends.steps, free, service, place)
+            return speed.seconds(steps, view.prefill_tokens + ahead.prompt_tokens)
+        # It enters at the next step: half of the one that runs is still to come.
+        return speed.seconds(1, view.prefill_tokens) / 2 if busy else 0.0
+
+    def _with_who_comes(
+        self, work: Work, before: Ahead, ends: Ends, ahead: Ahead, wait: float, view: EngineView
+    ) -> tuple[Ahead, float]:
+        """Add those who come while the newcomer waits and are served before it, which makes it wait
+        for longer, in which more come: the wait ``t`` with ``t = f(t)``.
+
+        ``f`` is nearly a straight line, until others have had what they are owed: where the line
+        through the first two points meets ``t`` is the first guess, which comes down from there.
+        """
+        if wait <= 0.0 or not self._crowd.others_ask(work.tenant):
+            return ahead, wait
+        horizon = wait
+        for _ in range(_ROUNDS):
+            ahead = self._crowd.ahead(work, before, view.served, horizon)
+            longer = self._wait(work, ends, ahead, view)
+            if horizon == wait:
+                longer = wait / max(1.0 / _MOST_LONGER, 1.0 - (longer - wait) / wait)
+            horizon = longer
+        return ahead, horizon
 
     def _ends(self, view: EngineView) -> Ends:
         room = max(1, self._config.budget - self._crowd.running_samples)
@@ -128,5 +153,9 @@ def _service(ahead: Ahead, otherwise: float, width: int, speed: Speed) -> float:
     prompt = ahead.prompt_tokens / ahead.samples
     return max(ahead.outputs / ahead.samples, width * prompt / speed.room)
 
+
+_ROUNDS = 3
+_MOST_LONGER = 10.0
+"""How much longer a wait may become by those who come in it, at the first guess."""
 
 __all__ = ["Forecaster", "GateConfig"]

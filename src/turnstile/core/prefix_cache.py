@@ -44,14 +44,8 @@ class PrefixCache:
     # -- queries (keys are derived on demand, which is their only effect) --------------------------
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The pages of the longest unbroken prefix that is cached or held by somebody.
-
-        At most ``total - 1`` tokens: the newest one must go through the model to be answered.
-        """
-        if not self.enabled or not sequence.request.read_cache or sequence.request.score_prompt:
-            return []
-        page_size = self.pool.page_size
-        limit = (sequence.total - 1) // page_size
+        """The pages of the longest unbroken prefix that is cached or held by somebody."""
+        limit = self._most_pages(sequence)
         self._derive_keys(sequence, limit)
         pages: list[int] = []
         for i in range(limit):
@@ -65,11 +59,8 @@ class PrefixCache:
         """The key to wait on before computing page ``matched`` oneself: the last of the unbroken
         run of pages that somebody running is about to publish. None if there is none.
         """
-        if not self.enabled or not sequence.request.read_cache or sequence.request.score_prompt:
-            return None
-        limit = (sequence.total - 1) // self.pool.page_size
         last = None
-        for i in range(matched, limit):
+        for i in range(matched, self._most_pages(sequence)):
             if sequence.keys[i] not in self._writer_of:
                 break
             last = sequence.keys[i]
@@ -77,20 +68,7 @@ class PrefixCache:
 
     def has_page(self, sequence: Sequence, index: int) -> bool:
         """Whether page ``index`` can be found for a sequence that was matched before. O(1)."""
-        request = sequence.request
-        if not self.enabled or not request.read_cache or request.score_prompt:
-            return False
-        limit = (sequence.total - 1) // self.pool.page_size
-        return index < limit and sequence.keys[index] in self._page_of
-
-    def lookup(self, key: bytes) -> int | None:
-        """The page with ``key``, if it is there."""
-        return self._page_of.get(key)
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that can be found."""
-        return len(self._page_of)
+        return index < self._most_pages(sequence) and sequence.keys[index] in self._page_of
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -197,6 +175,15 @@ class PrefixCache:
                 raise AuditError(f"{sequence} is parked and nobody will wake it.")
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _most_pages(self, sequence: Sequence) -> int:
+        """Pages that a sequence may take from here: none where it is to be computed anew, never
+        that of its newest token, which must go through the model to be answered.
+        """
+        request = sequence.request
+        if not self.enabled or not request.read_cache or request.score_prompt:
+            return 0
+        return (sequence.total - 1) // self.pool.page_size
 
     def _forget(self, page: int) -> None:
         key = self._key_of.pop(page)
