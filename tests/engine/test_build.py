@@ -10,6 +10,7 @@ from tiny_models import make_tiny_llama
 from turnstile.engine.build import build_engine, pool_pages
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.machine import total_memory
+from turnstile.kernels import native
 
 PAGE_BYTES = 1 << 16
 
@@ -37,3 +38,21 @@ def test_k_and_v_are_kept_as_asked_and_by_default_like_the_weights(tmp_path: Pat
     )
     assert (plain.kv_dtype, half.kv_dtype) == ("float32", "bfloat16")
     assert half.kv_bytes == plain.kv_bytes / 2
+
+
+LEVELS = native._extension()[0].levels() if native.available()[0] else []
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_auto_is_int8_on_every_level_that_is_faster_with_it(
+    level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(native.LEVEL_VARIABLE, level)
+    model = str(make_tiny_llama(tmp_path / "tiny"))
+    chosen = build_engine(EngineConfig(model, num_pages=8), 1, lambda *_: None)[1].weight_format
+    assert (chosen == "int8") == (level != "portable")
+
+
+def test_auto_is_a_float_for_kernels_that_have_no_int8(tmp_path: Path) -> None:
+    config = EngineConfig(str(make_tiny_llama(tmp_path / "tiny")), backend="reference", num_pages=8)
+    assert build_engine(config, 1, lambda *_: None)[1].weight_format in ("bfloat16", "float32")

@@ -261,20 +261,20 @@ def _best_device() -> str:
 
 
 def _weight_format(config: EngineConfig, device: str) -> str:
-    """What ``auto`` means: int8 where the native kernels have the instructions that make it
-    faster, bfloat16 where the processor computes with it, float32 elsewhere.
+    """What ``auto`` means: on a CPU int8 where the native kernels have instructions that multiply
+    bytes faster than floats, bfloat16 where the processor computes with it, float32 elsewhere.
     """
     if config.dtype != "auto":
         return config.dtype
     if device.startswith("cuda"):
         return "bfloat16"
-    flags = cpu_flags()
-    if config.backend != "reference" and "avx512_vnni" in flags:
+    if config.backend != "reference":
         from turnstile.kernels import native
 
-        if native.refusal(device, "int8", _kv_format(config)) is None:
+        usable = native.refusal(device, "int8", _kv_format(config)) is None
+        if usable and native.default_level() not in native.SLOW_INT8:
             return "int8"
-    return "bfloat16" if "avx512_bf16" in flags else "float32"
+    return "bfloat16" if "avx512_bf16" in cpu_flags() else "float32"
 
 
 def _kv_format(config: EngineConfig) -> str | None:

@@ -41,6 +41,10 @@ portable.
 """
 
 
+SLOW_INT8 = ("portable",)
+"""Levels that multiply floats faster than bytes (see docs/performance.md, "Levels")."""
+
+
 def _extension() -> tuple[ModuleType | None, str]:
     """The compiled module, or why there is none."""
     try:
@@ -74,6 +78,16 @@ def refusal(device: str, weight_format: str, kv_dtype: str | None) -> str | None
     if forced and forced not in module.levels():
         return f"{LEVEL_VARIABLE}={forced}, but this processor runs {', '.join(module.levels())}"
     return None
+
+
+def default_level() -> str:
+    """The instruction set level of an engine that names none: ``$TURNSTILE_ISA``, or the best this
+    processor runs. ModuleNotFoundError where the kernels are not installed.
+    """
+    module, reason = _extension()
+    if module is None:
+        raise ModuleNotFoundError(reason)
+    return os.environ.get(LEVEL_VARIABLE) or cast(str, module.levels()[0])
 
 
 def create(
@@ -130,7 +144,7 @@ class NativeBackend(Backend):
         module, reason = _extension()
         if module is None:
             raise ModuleNotFoundError(reason)
-        level = level or os.environ.get(LEVEL_VARIABLE) or module.levels()[0]
+        level = level or default_level()
         self._module = module
         self._engine = module.Engine(level, threads or default_threads(), weight_format)
         self._weight_format = weight_format
