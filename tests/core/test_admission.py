@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler, solo
 from turnstile.core.admission import NeverFitsError, decode_peak
-from turnstile.core.cost import Coefficients, CostModel, StepCost
+from turnstile.core.cost import CACHED_READ, Coefficients, CostModel, StepCost
 from turnstile.core.entrance import Entrance
 from turnstile.core.events import Admitted
 from turnstile.core.fairness import FairQueue
@@ -131,7 +131,7 @@ def test_up_to_the_knee_rows_are_free_and_shared_pages_cost_less_the_second_time
     assert cost.predict(StepCost(17, 0, 1)) > cost.predict(StepCost(16, 0, 1))
     decodes = StepCost.decoding(64, 500)
     saved = cost.predict(decodes) - cost.predict(decodes.sharing(1000))
-    assert saved == pytest.approx(600 * 9e-7)
+    assert saved == pytest.approx((1 - CACHED_READ) * 1000 * 9e-7)
     assert decodes.sharing(10**9).decode_reads == 0
     assert cost.scaled(2.0).predict(decodes) == pytest.approx(2.0 * cost.predict(decodes))
 
