@@ -82,6 +82,7 @@ def test_rows_are_limited_by_reservations_not_by_what_they_hold(tiny: LabModel) 
     run = drive(static(tiny, batch_size=100), [ask(f"r{i}", 4, 3) for i in range(9)])
     assert run.peak_sequences == 4
     assert all(step.reserved == 4 * 128 for step in run.steps[:3])
+    assert [step.filled for step in run.steps[:2]] == [4 * 4, 4 * 5]
     with pytest.raises(ValueError, match="longer than the 128 tokens"):
         static(tiny).submit(ask("huge", 100, 29), 0.0)
 
