@@ -49,10 +49,14 @@ def test_auto_is_int8_on_every_level_that_is_faster_with_it(
 ) -> None:
     monkeypatch.setenv(native.LEVEL_VARIABLE, level)
     model = str(make_tiny_llama(tmp_path / "tiny"))
-    chosen = build_engine(EngineConfig(model, num_pages=8), 1, lambda *_: None)[1].weight_format
+    chosen = build_engine(EngineConfig(model=model, num_pages=8), 1, lambda *_: None)[
+        1
+    ].weight_format
     assert (chosen == "int8") == (level != "portable")
 
 
 def test_auto_is_a_float_for_kernels_that_have_no_int8(tmp_path: Path) -> None:
-    config = EngineConfig(str(make_tiny_llama(tmp_path / "tiny")), backend="reference", num_pages=8)
+    config = EngineConfig(
+        model=str(make_tiny_llama(tmp_path / "tiny")), backend="reference", num_pages=8
+    )
     assert build_engine(config, 1, lambda *_: None)[1].weight_format in ("bfloat16", "float32")
