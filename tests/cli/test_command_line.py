@@ -162,6 +162,8 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
     [
         (["--host", "0.0.0.0"], "--api-key"),
         (["--port", "99999"], "--port"),
+        (["--api-key", "é"], "no HTTP header"),
+        (["--admin-api-key", "é"], "no HTTP header"),
         (["--max-queue-wait", "-1"], "--max-queue-wait"),
         (["--neighbour-steps", "-1"], "--neighbour-steps"),
         (["--tenants", "/no/such/tenants.toml"], "/no/such/tenants.toml"),
@@ -240,6 +242,26 @@ def test_doctor_fails_where_something_is_missing(
         assert "bad" in capsys.readouterr().out
     assert main(["doctor", "--model", str(tmp_path / "none"), "--port", port]) == 1
     assert main(["doctor", "--model", str(model), "--port", port]) == 0
+    assert main(["doctor", "--model", str(model), "--port", "99999"]) == 1
+    assert "99999 is no port" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--url", "localhost:8000"], "--url localhost:8000 must begin with http://"),
+        (["--url", "http://a\nb"], "is no URL"),
+        (["--api-key", "é"], "The API key has characters that no HTTP header can carry"),
+    ],
+)
+def test_what_no_request_could_carry_is_told_before_one_is_made(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    for verb in ("chat", "complete"):
+        assert main([verb, "hi", *arguments]) == 1
+        error = capsys.readouterr().err
+        assert said in error
+        assert error.count("\n") == 1
 
 
 def test_a_client_without_a_server_is_told_how_to_start_one(

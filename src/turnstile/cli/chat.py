@@ -100,7 +100,10 @@ class Conversation:
             print(f"turnstile: {error}", file=sys.stderr)
 
     def say(self, text: str) -> None:
-        """Say something and print the answer as it comes; Ctrl-C keeps what there is."""
+        """Say something and print the answer as it comes; Ctrl-C keeps what there is.
+
+        Raises :class:`ClientError`, on a line of its own, where the server refuses or is lost.
+        """
         self._turns.append({"role": "user", "content": text})
         answer = ""
         body = {"messages": self._turns, **self._settings}
@@ -114,5 +117,9 @@ class Conversation:
                     sys.stdout.flush()
         except KeyboardInterrupt:
             chunks.close()  # type: ignore[attr-defined]
+        except ClientError:
+            if answer:
+                print()
+            raise
         print()
         self._turns.append({"role": "assistant", "content": answer})

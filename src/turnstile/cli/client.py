@@ -26,14 +26,23 @@ class Client:
         Where it listens, with or without ``/v1``.
     key
         The API key; TURNSTILE_API_KEY otherwise.
+
+    Raises :class:`ClientError` for a URL or a key that no request could carry.
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
         self._url = url.rstrip("/").removesuffix("/v1")
         secret = key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
+        if secret is not None and not (secret.isascii() and secret.isprintable()):
+            raise ClientError("The API key has characters that no HTTP header can carry.")
         headers = {"authorization": f"Bearer {secret}"} if secret else {}
         timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+        if not self._url.startswith(("http://", "https://")):
+            raise ClientError(f"--url {self._url} must begin with http:// or https://.")
+        try:
+            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
+        except httpx.InvalidURL as error:
+            raise ClientError(f"--url {self._url} is no URL: {error}.") from None
 
     def model(self) -> str:
         """The name of the model that is served. Raises :class:`ClientError`."""

@@ -115,9 +115,10 @@ class ServerConfig:
         """Raise :class:`ConfigError` for what cannot work, or is unsafe and not asked for."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is no port; give a number from 0 to 65535.")
-        if any(not key.strip() for key in (*self.api_key, *self.admin_api_key)):
+        keys = (*self.api_key, *self.admin_api_key)
+        if any(not key.strip() for key in keys):
             raise ConfigError("An API key is empty; give a secret, or leave the flag out.")
-        if not all(key.isascii() and key.isprintable() for key in self.api_key):
+        if not all(key.isascii() and key.isprintable() for key in keys):
             raise ConfigError("An API key has characters that no HTTP header can carry.")
         self._check_ranges()
         if not 0 <= self.max_queue_wait < float("inf"):
