@@ -25,13 +25,13 @@ def from_gguf(tmp_path: Path, name: str, value: float) -> GenerationDefaults:
     path = tmp_path / "m.gguf"
     key = f"general.sampling.{GGUF_NAMES.get(name, name)}"
     path.write_bytes(document([entry(key, 12, struct.pack("<d", value))], []))
-    return generation_from_gguf(read_gguf(path))
+    return generation_from_gguf(read_gguf(path), 100)
 
 
 def from_json(tmp_path: Path, name: str, value: Any) -> GenerationDefaults:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
-    return generation_from_json(tmp_path)
+    return generation_from_json(tmp_path, 100)
 
 
 @pytest.mark.parametrize("read", [from_gguf, from_json])
@@ -66,3 +66,17 @@ def test_a_recommendation_in_words_is_dropped_with_a_word(
 ) -> None:
     assert from_json(tmp_path, "top_p", "a lot") == GenerationDefaults()
     assert "recommends the top_p 'a lot'" in caplog.text
+
+
+@pytest.mark.parametrize("end", [100, 4_000_000_000])
+def test_an_end_that_no_logit_stands_for_is_dropped_with_a_word(
+    end: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a request with min_tokens would forbid a token that is not there, and fail."""
+    assert from_json(tmp_path, "eos_token_id", [7, end]).eos_ids == (7,)
+    assert f"eos_token_id names [{end}], but the model's ids end at 99" in caplog.text
+    path = tmp_path / "m.gguf"
+    key = "tokenizer.ggml.eot_token_id"
+    path.write_bytes(document([entry(key, 4, struct.pack("<I", end))], []))
+    assert generation_from_gguf(read_gguf(path), 100).eos_ids == ()
+    assert f"{key} names [{end}]" in caplog.text

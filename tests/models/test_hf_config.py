@@ -215,13 +215,13 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
 
 def test_sampling_advice_and_ends_come_from_generation_config(tmp_path: Path) -> None:
     write(tmp_path, {**MINIMAL, "eos_token_id": 7, "bos_token_id": 1})
-    assert generation_from_json(tmp_path).eos_ids == (7,)
+    assert generation_from_json(tmp_path, 100).eos_ids == (7,)
     advice = {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     (tmp_path / "generation_config.json").write_text(json.dumps(advice))
-    defaults = generation_from_json(tmp_path)
+    defaults = generation_from_json(tmp_path, 100)
     assert (defaults.eos_ids, defaults.bos_id) == ((2, 3), 1)
     assert (defaults.temperature, defaults.top_k, defaults.top_p) == (0.6, 20, 0.95)
     assert defaults.repetition_penalty is None
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": "two"}))
     with pytest.raises(CorruptFileError, match="no token id"):
-        generation_from_json(tmp_path)
+        generation_from_json(tmp_path, 100)

@@ -48,9 +48,10 @@ class GenerationDefaults:
     repetition_penalty: float | None = None
 
 
-def generation_from_json(directory: Path) -> GenerationDefaults:
+def generation_from_json(directory: Path, vocab_size: int) -> GenerationDefaults:
     """Read ``generation_config.json``, with ``config.json`` for ids it does not give.
 
+    ``vocab_size`` counts the model's logits; ids beyond them can never be drawn and are dropped.
     Raises :class:`CorruptFileError` where a file is broken or an id is none.
     """
     config = JsonObject.read(directory / "config.json")
@@ -60,7 +61,8 @@ def generation_from_json(directory: Path) -> GenerationDefaults:
     def ids(key: str) -> tuple[int, ...]:
         value = given.data.get(key)
         source = given if value is not None else config
-        return _ids(value if value is not None else config.data.get(key), source.path, key)
+        value = value if value is not None else config.data.get(key)
+        return _ids(value, source.path, key, vocab_size)
 
     return GenerationDefaults(
         eos_ids=ids("eos_token_id"),
@@ -69,22 +71,23 @@ def generation_from_json(directory: Path) -> GenerationDefaults:
     )
 
 
-def generation_from_gguf(gguf: GgufFile) -> GenerationDefaults:
+def generation_from_gguf(gguf: GgufFile, vocab_size: int) -> GenerationDefaults:
     """Read the special ids and ``general.sampling`` of a GGUF file's metadata.
 
-    Raises :class:`CorruptFileError` where an id is none.
+    ``vocab_size`` as for :func:`generation_from_json`. Raises :class:`CorruptFileError` where an
+    id is none.
     """
     data: Mapping[str, Any] = gguf.metadata
 
     ends: list[int] = []
     for name in ("eos", "eot", "eom"):
         key = f"tokenizer.ggml.{name}_token_id"
-        ends += _ids(data.get(key), gguf.path, key)
+        ends += _ids(data.get(key), gguf.path, key, vocab_size)
     bos = "tokenizer.ggml.bos_token_id"
     given = {name: data.get(f"general.sampling.{key}") for name, key in _GGUF_NAMES.items()}
     return GenerationDefaults(
         eos_ids=tuple(dict.fromkeys(ends)),
-        bos_id=next(iter(_ids(data.get(bos), gguf.path, bos)), None),
+        bos_id=next(iter(_ids(data.get(bos), gguf.path, bos, vocab_size)), None),
         **_recommended(given, gguf.path),
     )
 
@@ -109,8 +112,14 @@ def _recommended(given: Mapping[str, Any], path: Path) -> dict[str, Any]:
     return kept
 
 
-def _ids(value: Any, path: Path, key: str) -> tuple[int, ...]:
+def _ids(value: Any, path: Path, key: str, vocab_size: int) -> tuple[int, ...]:
     values = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(each) is int and each >= 0 for each in values):
         raise CorruptFileError(f"{path}: {key} is {value!r}, which is no token id.")
-    return tuple(values)
+    beyond = [each for each in values if each >= vocab_size]
+    if beyond:
+        logger.warning(
+            "%s: %s names %s, but the model's ids end at %d: ignored",
+            path, key, beyond[:3], vocab_size - 1,
+        )  # fmt: skip
+    return tuple(each for each in values if each < vocab_size)

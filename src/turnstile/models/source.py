@@ -92,15 +92,17 @@ def resolve(
 def _from_gguf(path: Path, name: str) -> ModelSource:
     gguf = read_gguf(path)
     tensors = TensorFiles({gguf.path: (gguf.file, gguf.tensors)})
-    return ModelSource(name, path, config_from_gguf(gguf), generation_from_gguf(gguf), tensors)
+    config = config_from_gguf(gguf)
+    generation = generation_from_gguf(gguf, config.vocab_size)
+    return ModelSource(name, path, config, generation, tensors)
 
 
 def _from_directory(directory: Path, name: str) -> ModelSource:
-    config = directory / "config.json"
-    if config.exists():
-        return ModelSource(
-            name, directory, config_from_json(config), generation_from_json(directory)
-        )
+    path = directory / "config.json"
+    if path.exists():
+        config = config_from_json(path)
+        generation = generation_from_json(directory, config.vocab_size)
+        return ModelSource(name, directory, config, generation)
     inside = sorted(directory.glob("*.gguf"))
     if len(inside) == 1:
         return _from_gguf(inside[0], name=inside[0].stem)
