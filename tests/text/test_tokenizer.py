@@ -78,6 +78,10 @@ def test_a_whole_word_in_the_vocabulary_does_not_smuggle_in_a_control_token() ->
     ids = tokenizer.encode("END END", parse_special=False)
     assert control not in ids
     assert tokenizer.decode(ids) == "END END"
+    many = "END " * 3000  # as many as Python has levels of recursion, and more
+    ids = tokenizer.encode(many, parse_special=False)
+    assert control not in ids
+    assert tokenizer.decode(ids) == many
 
 
 def test_begin_and_end_tokens_come_as_the_metadata_says() -> None:

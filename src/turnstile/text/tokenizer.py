@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -253,24 +254,29 @@ class Tokenizer:
         """Make sure no control token came out of plain text.
 
         BPE has no merges that lead to one, but a tokenizer that takes whole words from the
-        vocabulary (``ignore_merges``) may hit it. Then the word is cut and encoded in two.
+        vocabulary (``ignore_merges``) may hit it. Then every such word is cut behind its first
+        character and the pieces are encoded each for itself. All cuts are made at once: a text of
+        thousands of such words must cost no more than a few encodings of it.
         """
         if self.control_ids.isdisjoint(ids):
             return ids
         encoding = backend.encode(text)
+        cuts = [0]
         for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
             if token_id in self.control_ids and token_id != self.unk_id:
                 if end - start < 2:
                     raise TokenizerError(
                         f"the tokenizer has no way to write {text[start:end]!r} as plain text"
                     )
-                left, right = text[: start + 1], text[start + 1 :]
-                inside = self._plain_inside
-                return [
-                    *self._checked(left, backend.encode(left).ids, backend),
-                    *self._checked(right, inside.encode(right).ids, inside),
-                ]
-        return ids
+                cuts.append(start + 1)
+        if len(cuts) == 1:
+            return ids
+        result: list[int] = []
+        for start, end in itertools.pairwise([*cuts, len(text)]):
+            inside = self._plain_inside if start else backend
+            piece = text[start:end]
+            result += self._checked(piece, inside.encode(piece).ids, inside)
+        return result
 
     @cached_property
     def _frame(self) -> tuple[list[int], list[int]]:
