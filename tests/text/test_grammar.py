@@ -283,6 +283,12 @@ def test_what_the_checker_passes_leaves_the_engine_s_stack_room(
         (lambda: request.grammar_of_structured_outputs({}), "exactly one"),
         (lambda: request.grammar_of_structured_outputs({"regex": "a", "json": {}}), "exactly one"),
         (lambda: request.grammar_of_structured_outputs({"structural_tag": {}}), "not supported"),
+        (
+            lambda: request.grammar_of_structured_outputs({"regex": "a", "whitespace_pattern": ""}),
+            r"structured_outputs\.whitespace_pattern is not supported",
+        ),
+        (lambda: request.json_schema(False), "is false, which no value satisfies"),
+        (lambda: request.json_schema("false"), "is false, which no value satisfies"),
     ],
 )
 def test_a_malformed_request_is_refused_in_words(make: Any, complaint: str) -> None:
@@ -326,6 +332,8 @@ def test_requests_come_down_to_the_same_grammars() -> None:
     assert request.grammar_of_structured_outputs({"json": SCHEMA}) == request.json_schema(SCHEMA)
     assert request.grammar_of_structured_outputs({"json_object": True}) == request.json_object()
     assert request.grammar_of_structured_outputs({"choice": ["a"]}) == request.choice(["a"])
+    unused = {"choice": ["a"], "json": None, "disable_fallback": False, "whitespace_pattern": None}
+    assert request.grammar_of_structured_outputs(unused) == request.choice(["a"])
 
 
 def test_a_mask_row_of_the_wrong_kind_is_refused(compiler: GrammarCompiler) -> None:

@@ -38,8 +38,10 @@ def json_schema(schema: object) -> str:
             schema = json.loads(schema)
         except (ValueError, RecursionError):
             raise GrammarError("the JSON schema is not valid JSON") from None
-    if isinstance(schema, bool):
-        schema = {} if schema else {"not": {}}
+    if schema is False:
+        raise GrammarError("the JSON schema is false, which no value satisfies")
+    if schema is True:
+        schema = {}
     if not isinstance(schema, Mapping):
         raise GrammarError("the JSON schema must be an object")
     # The schema's author may set these too; what they say wins.
@@ -113,7 +115,11 @@ def grammar_of_response_format(value: object) -> str | None:
 
 
 def grammar_of_structured_outputs(value: object) -> str | None:
-    """Read vLLM's ``structured_outputs``: one of json, regex, choice, grammar, json_object."""
+    """Read vLLM's ``structured_outputs``: one of json, regex, choice, grammar, json_object.
+
+    Raises :class:`GrammarError` for none or several of them, and for a field that would have no
+    effect. None and False stand for a field that is not there.
+    """
     if value is None:
         return None
     if not isinstance(value, Mapping):
@@ -121,6 +127,14 @@ def grammar_of_structured_outputs(value: object) -> str | None:
     given: dict[str, Any] = {
         kind: value[kind] for kind in _KINDS if value.get(kind) not in (None, False)
     }
+    others = [
+        str(name) for name in value if name not in _KINDS and value[name] not in (None, False)
+    ]
+    if others:
+        raise GrammarError(
+            f"structured_outputs.{others[0][:40]} is not supported: give one of json, regex, "
+            "choice, grammar, json_object"
+        )
     if len(given) != 1:
         raise GrammarError(
             "structured_outputs must have exactly one of json, regex, choice, grammar, json_object"
