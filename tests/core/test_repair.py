@@ -390,12 +390,12 @@ def test_what_cannot_be_committed_time_and_again_fails_alone(
     driver, requests = busy(5, steps=3)
     scheduler = driver.scheduler
     name = scheduler.running[-1].request.id
-    commit, extend = scheduler.commit, Sequence.extend
+    commit, append = scheduler.commit, Sequence.append
 
-    def extending(self: Sequence, *args: object) -> object:
+    def appending(self: Sequence, *args: object) -> object:
         if self.request.id == name:
             raise ArithmeticError("a test made this fail")
-        return extend(self, *args)  # type: ignore[arg-type]
+        return append(self, *args)  # type: ignore[arg-type]
 
     def committing(*args: object) -> list[Progress]:
         try:
@@ -404,7 +404,7 @@ def test_what_cannot_be_committed_time_and_again_fails_alone(
             scheduler.repair(driver.now)
             return error.progress
 
-    monkeypatch.setattr(Sequence, "extend", extending)
+    monkeypatch.setattr(Sequence, "append", appending)
     monkeypatch.setattr(scheduler, "commit", committing)
     driver.run()
     assert scheduler.statistics.repairs >= MOST_MISTAKES

@@ -180,20 +180,26 @@ class Sequence:
         """True when only the newest token is left to compute."""
         return len(self.tokens) - self.computed == 1 and self.fork_width == 1
 
+    def append(self, token: int, max_model_len: int) -> FinishReason | None:
+        """Append a draw; returns why it ends the sequence (None: it does not)."""
+        request, known = self.request, self.tokens
+        known.append(token)
+        if token in request.stop_ids and self.num_outputs > request.min_tokens:
+            return FinishReason.STOP
+        if len(known) >= max_model_len or len(known) - self.num_prompt >= request.max_tokens:
+            return FinishReason.LENGTH
+        return None
+
     def extend(
         self, draws: tuple[int, ...], max_model_len: int
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append draws up to the one that ends the sequence; returns those taken, and why it ends
         (None: it does not).
         """
-        request, known = self.request, self.tokens
-        longest = min(self.num_prompt + request.max_tokens, max_model_len)
         for count, token in enumerate(draws, 1):
-            known.append(token)
-            if token in request.stop_ids and self.num_outputs > request.min_tokens:
-                return draws[:count], FinishReason.STOP
-            if len(known) >= longest:
-                return draws[:count], FinishReason.LENGTH
+            finish = self.append(token, max_model_len)
+            if finish:
+                return draws[:count], finish
         return draws, None
 
     def __repr__(self) -> str:

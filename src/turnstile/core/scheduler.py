@@ -425,11 +425,16 @@ class Scheduler:
         """:meth:`_commit_chunk` of a token computed and one drawn, which is nearly all there is:
         without whatever cannot be then.
         """
-        sequence.computed += 1
+        computed = sequence.computed = sequence.computed + 1
         sequence.drafts = ()
-        if not sequence.computed % self.pool.page_size:
-            self.books.publish(sequence, sequence.computed - 1, now)
-        return self._extend(sequence, tokens, now)
+        if not computed % self.pool.page_size:
+            self.books.publish(sequence, computed - 1, now)
+        first = sequence.num_outputs
+        finish = sequence.append(tokens[0], self.config.max_model_len)
+        self.queue.charge(sequence, OUTPUT_CHARGE)
+        if finish:
+            self._finish(sequence, finish, now)
+        return Progress(sequence, first, tokens, finish)
 
     def _commit_chunk(self, chunk: Chunk, outcome: Outcome, now: float) -> list[Progress]:
         sequence = chunk.sequence
@@ -482,9 +487,13 @@ class Scheduler:
         if sequence.state is State.WAITING:
             self.books.waiting.tokens += len(tokens)
         if finish:
-            self.books.finish(sequence, finish, now)
-            self.admission.finished(sequence)
+            self._finish(sequence, finish, now)
         return Progress(sequence, first, tokens, finish)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        """A sequence has ended by itself."""
+        self.books.finish(sequence, reason, now)
+        self.admission.finished(sequence)
 
 
 _MISTAKEN = "The request left the books of the engine wrong each time it was computed."
