@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
+from collections.abc import Awaitable, Iterator
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
     import socket
 
     from turnstile.engine.client import EngineClient
+    from turnstile.models.source import ModelSource
+    from turnstile.server.model import ServedModel
+    from turnstile.server.service import Service
 
 logger = logging.getLogger("turnstile.server")
 
@@ -67,70 +72,81 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     engine = make_engine(engine_config)
     engine.prepare()
     try:
-        return _listen(engine, engine_config, config, began)
+        with _listening(config) as listener:
+            source = _find_model(engine_config)
+            service = _make_service(engine, engine_config, config)
+            return _run(service, source, listener, began)
     finally:
         engine.abandon()
 
 
-def _listen(
-    engine: EngineClient, engine_config: EngineConfig, config: ServerConfig, began: float
-) -> int:
+@contextlib.contextmanager
+def _listening(config: ServerConfig) -> Iterator[socket.socket]:
+    """The socket, bound; what is wrong with keys is known before. Logs are set up on the way."""
     from turnstile.engine.logs import configure
     from turnstile.server.auth import KeyRing
-    from turnstile.server.binding import bind, url_of
+    from turnstile.server.binding import bind
 
     KeyRing.of(config)  # a mistake in the tenants' file is known before a model is fetched
     configure(config.log_level, config.log_format)
     listener = bind(config)
     try:
-        return _run(engine, engine_config, config, listener, url_of(listener), began)
+        yield listener
     finally:
         listener.close()
         if config.uds is not None and os.path.exists(config.uds):
             os.unlink(config.uds)
 
 
-def _run(
-    engine: EngineClient,
-    engine_config: EngineConfig,
-    config: ServerConfig,
-    listener: socket.socket,
-    url: str,
-    began: float,
-) -> int:
+def _find_model(config: EngineConfig) -> ModelSource:
+    """The model's files, fetched where they are not here yet."""
     from turnstile.models.source import resolve
 
     source = resolve(
-        engine_config.model,
-        revision=engine_config.revision,
+        config.model,
+        revision=config.revision,
         report=lambda text: logger.info("%s", text),
     )
     if not source.is_gguf:
         source.open_tensors()  # a damaged checkpoint is known here; the engine needs seconds for it
-    from turnstile.cli.panel import LoadingBar, announce
-    from turnstile.server.run import run
+    return source
+
+
+def _make_service(
+    engine: EngineClient, engine_config: EngineConfig, config: ServerConfig
+) -> Service:
     from turnstile.server.service import Service
-    from turnstile.server.startup import load_model
     from turnstile.server.trace import Trace
 
     environment: dict[str, object] = {"engine_config": vars(engine_config)}
     trace = Trace(config.trace, config.trace_max_bytes) if config.trace else None
-    service = Service(config, engine, environment=environment, trace=trace)
+    return Service(config, engine, environment=environment, trace=trace)
+
+
+def _run(service: Service, source: ModelSource, listener: socket.socket, began: float) -> int:
+    """Serve until told to stop; returns the exit code. ``began``: of the start, for the panel."""
+    from turnstile.cli.panel import LoadingBar, announce
+    from turnstile.server.binding import url_of
+    from turnstile.server.run import run
+    from turnstile.server.startup import load_model
+
+    url = url_of(listener)
     logger.info("Listening at %s, loading %s", url, source.name)
-    bar = LoadingBar(config)
+    bar = LoadingBar(service.config)
+
+    def load() -> Awaitable[ServedModel]:
+        return load_model(service.engine, source, service.config, bar.show)
 
     def on_ready() -> None:
         bar.close()
         announce(service, url, time.monotonic() - began)
 
     try:
-        return run(
-            service, listener, lambda: load_model(engine, source, config, bar.show), on_ready
-        )
+        return run(service, listener, load, on_ready)
     finally:
         bar.close()
-        if trace is not None:
-            trace.close()
+        if service.trace is not None:
+            service.trace.close()
 
 
 def make_engine(config: EngineConfig) -> EngineClient:
