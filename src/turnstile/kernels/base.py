@@ -9,13 +9,13 @@ The life of one step::
 
     workspace = backend.begin(batch)               derived arrays, once per step
     backend.embed(weights.embedding, workspace)    hidden[t] = table[id[t]]
-    for layer in weights.layers:
-        backend.attention_input(layer, workspace, kv)    norm, q k v, rope, write K and V to pages
-        backend.attend(layer, workspace, kv)             attention over the pages
-        backend.attention_output(layer, workspace)       hidden += o_proj(attended)
-        backend.mlp_input(layer, workspace)              norm, silu(gate) * up
-        backend.mlp_output(layer, workspace)             hidden += down(...)
-    logits = backend.head(weights.head, workspace)       only for batch.logit_rows
+    for index, layer in enumerate(weights.layers):
+        backend.attention_input(layer, workspace, kv, index)   norm, q k v, RoPE, K and V to pages
+        backend.attend(layer, workspace, kv, index)            attention over the pages
+        backend.attention_output(layer, workspace)             hidden += o_proj(attended)
+        backend.mlp_input(layer, workspace)                    norm, silu(gate) * up
+        backend.mlp_output(layer, workspace)                   hidden += down(...)
+    logits = backend.head(weights.head, workspace)             only for batch.logit_rows
 
 Exactness (DESIGN, "Exactness"): with ``exact`` true, every row of the result depends on that
 row's own tokens alone, bit for bit: not on the batch around it, on its place in the batch, on how
@@ -25,8 +25,8 @@ its prompt was cut into chunks, or on the number of threads.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +142,6 @@ class ModelWeights:
     embedding: Opaque
     layers: list[Opaque]
     head: Opaque
-    extra: dict[str, Any] = field(default_factory=dict)
 
 
 class Backend(ABC):
