@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstile.bench.corpus import Prose
-from turnstile.bench.http import BrokenResponseError, Response, Server
+from turnstile.bench.http import BrokenResponseError, Response, Server, UrlError
 from turnstile.bench.plan import plan
 from turnstile.bench.records import Attempt, read
 from turnstile.bench.workloads import WORKLOADS, choose
@@ -51,15 +51,20 @@ def test_an_answer_until_the_end_of_the_connection_is_whole_only_then() -> None:
 def test_what_is_not_http_is_an_error() -> None:
     with pytest.raises(BrokenResponseError):
         Response().feed(0.0, b"220 mail ready\r\n\r\n")
-    with pytest.raises(BrokenResponseError):
-        Response().feed(0.0, b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nnope\r\n")
+    for size in (b"nope", b"-5", b"0x5", b"1_0", b"", b"f" * 5000):
+        raw = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n" + size + b"\r\nhello\r\n"
+        with pytest.raises(BrokenResponseError):
+            Response().feed(0.0, raw)
 
 
 def test_urls_are_read_with_and_without_the_version() -> None:
     assert Server.parse("http://localhost:8000/v1/") == Server("localhost", 8000)
     assert Server.parse("127.0.0.1:81/api") == Server("127.0.0.1", 81, "/api")
-    with pytest.raises(ValueError, match="TLS"):
+    with pytest.raises(UrlError, match="TLS"):
         Server.parse("https://localhost")
+    for url in ("localhost:many", "localhost:99999", "http://[::1"):
+        with pytest.raises(UrlError, match="is no URL"):
+            Server.parse(url)
 
 
 async def by_words(text: str) -> list[int]:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from turnstile.bench.arrivals import OpenLoop, Ramp
 from turnstile.bench.corpus import Prose
 from turnstile.bench.datasets import DatasetError, FileDataset
+from turnstile.bench.lengths import LengthError, parse_lengths
 from turnstile.bench.plan import Planned, plan
 from turnstile.bench.workloads import Workload, choose, load
 from turnstile.cli.bench.options import Load
@@ -157,6 +158,25 @@ def test_a_trace_may_be_sent_at_another_load_and_cut_short(tmp_path: Path) -> No
 def test_a_broken_trace_is_told_with_its_line(tmp_path: Path, row: Any, said: str) -> None:
     with pytest.raises(DatasetError, match=said):
         len(FileDataset("trace", _write(tmp_path, [row])))
+
+
+def test_files_of_prompts_are_held_to_answers_of_a_token_and_turns_that_are_objects(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(DatasetError, match="line 1: output_tokens must be at least 1"):
+        len(FileDataset("custom", _write(tmp_path, [{"prompt": "a", "output_tokens": 0}])))
+    with pytest.raises(DatasetError, match="at least 1 token, not 0"):
+        FileDataset("custom", "any.jsonl", 0)
+    path = tmp_path / "conversations.json"
+    path.write_text(json.dumps([{"conversations": ["hello", "there"]}]))
+    with pytest.raises(DatasetError, match="a turn of a conversation must be an object"):
+        len(FileDataset("sharegpt", str(path)))
+
+
+@pytest.mark.parametrize("word", ["lognormal:nan:1", "lognormal:5:nan", "lognormal:inf:1"])
+def test_a_length_without_a_number_is_refused(word: str) -> None:
+    with pytest.raises(LengthError, match="both finite"):
+        parse_lengths(word)
 
 
 def test_conversations_of_sharegpt_give_a_question_and_the_length_of_its_answer(

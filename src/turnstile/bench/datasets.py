@@ -63,6 +63,8 @@ class FileDataset:
             raise DatasetError(f"the speed of a trace must be over 0, got {self.speed}")
         if self.block_tokens < 1:
             raise DatasetError("the blocks of a trace need at least 1 token")
+        if self.output_tokens is not None and self.output_tokens < 1:
+            raise DatasetError(f"an answer needs at least 1 token, not {self.output_tokens}")
 
     @property
     def timed(self) -> bool:
@@ -152,6 +154,8 @@ def _custom_row(dataset: FileDataset, row: dict[str, Any], where: str) -> Item:
     if not isinstance(prompt, str) or not prompt:
         raise DatasetError(f"{where}: prompt must be a text")
     own = int(_number(row, "output_tokens", where)) if "output_tokens" in row else 256
+    if own < 1:
+        raise DatasetError(f"{where}: output_tokens must be at least 1")
     return Item(prompt_text=prompt, output_tokens=dataset.output_tokens or own)
 
 
@@ -163,6 +167,8 @@ def _sharegpt(dataset: FileDataset, content: Any) -> list[Item]:
         turns = entry.get("conversations") if isinstance(entry, dict) else None
         if not isinstance(turns, list) or len(turns) < 2:
             continue
+        if not all(isinstance(turn, dict) for turn in turns[:2]):
+            raise DatasetError(f"{dataset.path}: a turn of a conversation must be an object")
         question, answer = (str(turn.get("value", "")) for turn in turns[:2])
         sizes = (len(question), len(answer))
         if min(sizes) >= MIN_CHARACTERS and max(sizes) <= MAX_CHARACTERS:

@@ -8,6 +8,7 @@ connection is then used again), and everything else is read after the run.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -15,6 +16,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 MAX_HEAD = 65536
+_HEX_DIGITS = re.compile(rb"[0-9A-Fa-f]{1,16}")
 
 
 class UrlError(ValueError):
@@ -120,10 +122,10 @@ class Response:
         end = self._buffer.find(b"\r\n")
         if end < 0:
             return False
-        try:
-            size = int(self._buffer[:end].split(b";", 1)[0], 16)
-        except ValueError:
-            raise BrokenResponseError("a chunk of the answer has no size") from None
+        digits = self._buffer[:end].split(b";", 1)[0].strip()
+        if not _HEX_DIGITS.fullmatch(digits):  # int() would take -1, and the answer never end
+            raise BrokenResponseError("a chunk of the answer has no size")
+        size = int(digits, 16)
         self._buffer = self._buffer[end + 2 :]
         self._part = _Part.CHUNK if size else _Part.TRAILER
         self._left = size + 2
@@ -181,14 +183,18 @@ class Server:
 
         Raises
         ------
-        ValueError
+        UrlError
             If it is not a plain http URL: TLS would cost the generator CPU time it must not take.
         """
-        parts = urlsplit(url if "://" in url else f"http://{url}")
+        try:
+            parts = urlsplit(url if "://" in url else f"http://{url}")
+            port = parts.port or 80
+        except ValueError as error:  # a port that is none, half of an IPv6 address
+            raise UrlError(f"{url!r} is no URL: {error}") from None
         if parts.scheme != "http" or not parts.hostname:
             raise UrlError(f"{url!r} is not an http:// URL; the load generator speaks no TLS")
         path = parts.path.rstrip("/").removesuffix("/v1")
-        return cls(parts.hostname, parts.port or 80, path, api_key)
+        return cls(parts.hostname, port, path, api_key)
 
     def request(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The bytes of one request."""

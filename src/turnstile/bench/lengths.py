@@ -95,8 +95,9 @@ class Lognormal:
     high: int = 2**31 - 1
 
     def __post_init__(self) -> None:
-        if self.median <= 0 or self.sigma < 0:
-            raise LengthError("a lognormal length needs median > 0 and sigma >= 0")
+        # Written so that NaN fails too: it would be drawn as the least 64-bit integer.
+        if not 0 < self.median < math.inf or not 0 <= self.sigma < math.inf:
+            raise LengthError("a lognormal length needs median > 0 and sigma >= 0, both finite")
         if not 1 <= self.low <= self.high:
             raise LengthError(f"bounds need 1 <= low <= high, got {self.low}…{self.high}")
 
