@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal
 
 import numpy as np
@@ -55,7 +56,7 @@ class OpenLoop:
     max_concurrency: int | None = None
 
     def __post_init__(self) -> None:
-        if any(b < a for a, b in zip(self.times, self.times[1:], strict=False)):
+        if any(later < earlier for earlier, later in pairwise(self.times)):
             raise ArrivalError("arrival times must not fall")
         if self.max_concurrency is not None and self.max_concurrency < 1:
             raise ArrivalError(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal
 
 import msgspec
 
 Outcome = Literal["completed", "failed", "incomplete"]
+Counted = Literal["usage", "events"]
+"""Where a number of output tokens comes from: the server's word, or the events with text."""
 
 REJECTIONS = (429, 503)
 
@@ -72,7 +75,7 @@ class Record:
     prompt_tokens: int
     output_tokens: int
     wanted: int | None
-    counted: Literal["usage", "events"]
+    counted: Counted
     reason: str | None = None
     status: int = 0
     queue: float | None = None
@@ -98,7 +101,7 @@ class Record:
     @property
     def gaps(self) -> list[float]:
         """Seconds between one event with text and the next: one less than there are events."""
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+        return [after - before for before, after in pairwise(self.times)]
 
     @property
     def worst_gap(self) -> float | None:
@@ -174,7 +177,8 @@ class _Stream:
 def read(attempt: Attempt, start: float) -> Record:
     """Measure a request; `start` is the beginning of the run on the attempt's clock."""
     stream = _read_stream(attempt.pieces) if attempt.status == 200 else _Stream()
-    tokens, counted = len(stream.times), "events"
+    tokens = len(stream.times)
+    counted: Counted = "events"
     usage = stream.usage
     details = usage.prompt_tokens_details if usage is not None else None
     if usage is not None and usage.completion_tokens is not None:
@@ -192,7 +196,7 @@ def read(attempt: Attempt, start: float) -> Record:
         prompt_tokens=usage.prompt_tokens if usage else 0,
         output_tokens=tokens,
         wanted=attempt.wanted,
-        counted="usage" if counted == "usage" else "events",
+        counted=counted,
         reason=reason,
         status=attempt.status,
         queue=stream.queue,
