@@ -32,6 +32,10 @@ NOBODY = ["--url", "http://127.0.0.1:9"]
         ("serve --workload W9", "no workload named 'W9'; known are W1, W2, W3, W4, W5"),
         ("serve --trace /nowhere.jsonl", "cannot read /nowhere.jsonl: No such file or directory"),
         (
+            "serve --trace /nowhere.jsonl --trace-speed 0",
+            "the speed of a trace must be over 0, got 0.0",
+        ),
+        (
             "serve --output /nowhere/result.json",
             "nothing can be written into the directory /nowhere",
         ),
