@@ -29,17 +29,22 @@ static void span_in_vectors(const Scratch& s, const Span& span, int line, Seen s
   const F nothing = splat(-__builtin_inff());
   F top[lines];
   for (int i = 0; i < lines; ++i) top[i] = nothing;
-  for (int block = seen.from(); block < seen.to(); ++block) {
-    span.fetch_keys(block, Cache::block_bytes(s.head_dim));
-    F out[lines];
-    Cache::template scores<lines>(s, span.blocks[block], line, out);
-    const Edge edge = seen.edge(block);
-    for (int i = 0; i < lines; ++i) {
-      if (!edge.whole()) out[i] = between(out[i], nothing, edge.low, edge.high);
-      top[i] = max(top[i], out[i]);
-      store(s.scores + i * kSpan + block * kTokens, out[i]);
+  const auto scores = [&]<int blocks>(int first) {
+    F out[blocks][lines];
+    for (int b = 0; b < blocks; ++b) span.fetch_keys(first + b, Cache::block_bytes(s.head_dim));
+    Cache::template scores<lines, blocks>(s, span.blocks + first, line, out);
+    for (int b = 0; b < blocks; ++b) {
+      const Edge edge = seen.edge(first + b);
+      for (int i = 0; i < lines; ++i) {
+        if (!edge.whole()) out[b][i] = between(out[b][i], nothing, edge.low, edge.high);
+        top[i] = max(top[i], out[b][i]);
+        store(s.scores + i * kSpan + (first + b) * kTokens, out[b][i]);
+      }
     }
-  }
+  };
+  int block = seen.from();
+  for (; block + Cache::kBlocks <= seen.to(); block += Cache::kBlocks) scores.template operator()<Cache::kBlocks>(block);
+  for (; block < seen.to(); ++block) scores.template operator()<1>(block);
   const typename Cache::Weigher weigher(span, seen, s.head_dim);
   for (int i = 0; i < lines; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher, i + 1 == lines);
   merge_states(s, line, lines);

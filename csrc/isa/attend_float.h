@@ -44,19 +44,20 @@ struct FloatCache {
   }
 
   // Two accumulators a line: even steps and odd ones.
-  template <int lines>
-  INLINE void scores(const Scratch& s, const uint8_t* block, int line, F* out) {
+  static constexpr int kBlocks = 1;  // whose scores are computed together
+  template <int lines, int blocks>
+  INLINE void scores(const Scratch& s, const uint8_t* const* block, int line, F (*out)[lines]) {
     const int steps = s.head_dim / Words::kStep;
     const auto* query = reinterpret_cast<const int32_t*>(s.queries + line * query_bytes(s.head_dim));
     F acc[lines][2];
     for (int i = 0; i < lines; ++i) acc[i][0] = acc[i][1] = splat(0.0f);
     for (int step = 0; step < steps; step += 2) {
       for (int odd = 0; odd < 2; ++odd) {
-        const I keys = load_i(block + 64 * static_cast<size_t>(step + odd));
+        const I keys = load_i(*block + 64 * static_cast<size_t>(step + odd));
         for (int i = 0; i < lines; ++i) acc[i][odd] = Words::step(acc[i][odd], query[i * steps + step + odd], keys);
       }
     }
-    for (int i = 0; i < lines; ++i) out[i] = acc[i][0] + acc[i][1];
+    for (int i = 0; i < lines; ++i) out[0][i] = acc[i][0] + acc[i][1];
   }
 
   struct Weigher {

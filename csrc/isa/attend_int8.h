@@ -50,25 +50,38 @@ struct Int8Cache {
 
   INLINE F whole(I high, I low) { return fma(float_of(high), splat(256.0f), float_of(low)); }
 
-  template <int lines>
-  INLINE void scores(const Scratch& s, const uint8_t* block, int line, F* out) {
-    const F scale = key_scale(block);
-    const uint8_t* data = keys(block);
+  // Two blocks at a time where the registers are enough: a sum takes as long as several multiplications.
+#if defined(__AVX512F__)
+  static constexpr int kBlocks = 2;
+#else
+  static constexpr int kBlocks = 1;
+#endif
+  template <int lines, int blocks>
+  INLINE void scores(const Scratch& s, const uint8_t* const* block, int line, F (*out)[lines]) {
     const int quads = s.head_dim / 4;
     const auto* query = reinterpret_cast<const int32_t*>(s.queries + line * query_bytes(s.head_dim));
-    I high[lines], low[lines];
-    for (int i = 0; i < lines; ++i) {
-      high[i] = load_i(bias(s, line + i));
-      low[i] = load_i(bias(s, line + i) + 16);
-    }
-    for (int quad = 0; quad < quads; ++quad) {
-      const I k = load_i(data + 64 * static_cast<size_t>(quad));
+    I high[blocks][lines], low[blocks][lines];
+    for (int b = 0; b < blocks; ++b) {
       for (int i = 0; i < lines; ++i) {
-        high[i] = dot4(high[i], k, splat_i(query[2 * i * quads + quad]));
-        low[i] = dot4(low[i], k, splat_i(query[(2 * i + 1) * quads + quad]));
+        high[b][i] = load_i(bias(s, line + i));
+        low[b][i] = load_i(bias(s, line + i) + 16);
       }
     }
-    for (int i = 0; i < lines; ++i) out[i] = whole(high[i], low[i]) * scale;
+    for (int quad = 0; quad < quads; ++quad) {
+      I k[blocks];
+      for (int b = 0; b < blocks; ++b) k[b] = load_i(keys(block[b]) + 64 * static_cast<size_t>(quad));
+      for (int i = 0; i < lines; ++i) {
+        const I q_high = splat_i(query[2 * i * quads + quad]), q_low = splat_i(query[(2 * i + 1) * quads + quad]);
+        for (int b = 0; b < blocks; ++b) {
+          high[b][i] = dot4(high[b][i], k[b], q_high);
+          low[b][i] = dot4(low[b][i], k[b], q_low);
+        }
+      }
+    }
+    for (int b = 0; b < blocks; ++b) {
+      const F scale = key_scale(block[b]);
+      for (int i = 0; i < lines; ++i) out[b][i] = whole(high[b][i], low[b][i]) * scale;
+    }
   }
 
   // A weight times the scale of V, as 16 bits of the largest scale that is seen of the span.
