@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from turnstile.core.demand import Demands
+from turnstile.core.demand import Demand
 from turnstile.core.forecast import Ahead, Estimate, OutputMeans
 from turnstile.core.limits import NO_LIMITS, TenantLimits
+from turnstile.core.scheduler import OUTPUT_CHARGE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +129,11 @@ class Lane:
         self.prompt_tokens += sign * work.prompt_tokens
         self.outputs += sign * work.n * place.expected
 
+    @property
+    def charge(self) -> float:
+        """Service that all of it will be charged."""
+        return self.prompt_tokens + OUTPUT_CHARGE * self.outputs
+
 
 @dataclass(frozen=True, slots=True)
 class Ends:
@@ -164,7 +170,7 @@ class Crowd:
         self._lanes: dict[str, dict[int, Lane]] = {}
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, OutputMeans] = {}
-        self._demands = Demands()
+        self._demand = Demand()
         self._ends: tuple[int, Ends] | None = None
 
     def samples_of(self, tenant: str) -> int:
@@ -176,10 +182,8 @@ class Crowd:
         """Somebody begins to wait."""
         work = place.work
         self._weights[work.tenant] = work.weight
-        self._demands.add(
-            work.tenant, work.weight, work.n, work.prompt_tokens, work.n * place.expected,
-            place.entered,
-        )  # fmt: skip
+        asked = Ahead(work.n, work.prompt_tokens, work.n * place.expected)
+        self._demand.add(work.tenant, work.weight, asked, place.entered)
         lanes = self._lanes.setdefault(work.tenant, {})
         lane = lanes.get(work.priority)
         if lane is None:
@@ -299,7 +303,7 @@ class Crowd:
 
     def others_ask(self, tenant: str) -> bool:
         """Whether other tenants have been heard of lately, and the queue tells them apart."""
-        return self.policy == "fair" and self._demands.any_but(tenant)
+        return self.policy == "fair" and self._demand.others_ask(tenant)
 
     def ahead(
         self, work: Work, before: Ahead, served: Mapping[str, float], seconds: float = 0.0
@@ -328,28 +332,34 @@ class Crowd:
 
     def _others(self, work: Work, own: Ahead, served: Mapping[str, float], seconds: float) -> Ahead:
         """Add what other tenants are owed by the time the newcomer's turn comes: the least served
-        goes first, so each gets as much for its weight as the newcomer's tenant.
+        goes first, so each gets as much for its weight as the newcomer's tenant. O(tenants).
         """
         least = min(served.values(), default=0.0)
         turn = served.get(work.tenant, least) + own.charge / work.weight
-        ahead = own
-        for tenant, (weight, asked) in self._asked(work.tenant, seconds).items():
+        samples, prompt, outputs = own.samples, own.prompt_tokens, own.outputs
+        demand, weights = self._demand, self._weights
+        lately = seconds * demand.scale if seconds else 0.0
+        for tenant in {**weights, **demand.weights} if seconds else weights:
+            weight = weights.get(tenant) or demand.weights[tenant]
             owed = (turn - served.get(tenant, least)) * weight
-            if owed > 0:
-                total = asked.charge
-                ahead += asked.scaled(min(1.0, owed / total) if total else 1.0)
-        return ahead
+            if owed <= 0 or tenant == work.tenant:
+                continue
+            lanes, coming = self._lanes.get(tenant, _NO_LANES), demand.asked_by(tenant)
+            total = lately * coming.charge
+            for lane in lanes.values():
+                total += lane.charge
+            share = min(1.0, owed / total) if total else 1.0
+            samples += share * lately * coming.samples
+            prompt += share * lately * coming.prompt_tokens
+            outputs += share * lately * coming.outputs
+            for lane in lanes.values():
+                samples += share * lane.samples
+                prompt += share * lane.prompt_tokens
+                outputs += share * lane.outputs
+        return Ahead(samples, prompt, outputs)
 
-    def _asked(self, tenant: str, seconds: float) -> dict[str, tuple[float, Ahead]]:
-        """Weight of each other tenant, and what it waits for, or will within ``seconds``."""
-        asked = self._demands.of_others(tenant, seconds) if seconds else {}
-        for other, lanes in self._lanes.items():
-            if other != tenant:
-                _, ahead = asked.get(other, (0.0, Ahead()))
-                for lane in lanes.values():
-                    ahead += Ahead(lane.samples, lane.prompt_tokens, lane.outputs)
-                asked[other] = self._weights[other], ahead
-        return asked
+
+_NO_LANES: dict[int, Lane] = {}
 
 
 def _done(place: Place, step: int) -> int:

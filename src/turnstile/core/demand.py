@@ -1,9 +1,8 @@
-"""What each tenant asks for, a second: who of those not here yet will be served before a newcomer.
+"""What tenants ask for, a second: who of those not here yet will be served before a newcomer.
 
 A fair queue lets the least served go first, whenever they come. A tenant that asks for less than
 its share never waits long, and whoever waits behind a long queue of his own is overtaken by all
-that it is still going to ask for. Rates are sums with exponential forgetting, over the time in
-which they were gathered.
+that it is still going to ask for.
 """
 
 from __future__ import annotations
@@ -16,70 +15,55 @@ MEMORY, SHORTEST = 30.0, 5.0
 """Seconds after which demand is forgotten to 1/e, and least seconds that a rate is taken over."""
 MOST_TENANTS = 128
 """Who asked longest ago is left out, so that a prediction stays cheap."""
+NOTHING = Ahead()
 
 
 class Demand:
-    """Samples, prompt tokens and expected outputs that one tenant has asked for lately."""
-
-    __slots__ = ("_began", "_last", "_outputs", "_prompt_tokens", "_samples", "weight")
-
-    def __init__(self, now: float) -> None:
-        self.weight = 1.0
-        self._began = self._last = now
-        self._samples = self._prompt_tokens = self._outputs = 0.0
-
-    def add(self, samples: int, prompt_tokens: int, outputs: float, now: float) -> None:
-        """It asks for this now."""
-        kept = self._kept(now)
-        self._last = now
-        self._samples = kept * self._samples + samples
-        self._prompt_tokens = kept * self._prompt_tokens + prompt_tokens
-        self._outputs = kept * self._outputs + outputs
-
-    def rate(self, now: float) -> Ahead:
-        """What it asks for in a second."""
-        window = MEMORY * (1.0 - math.exp((self._began - now) / MEMORY))
-        share = self._kept(now) / max(SHORTEST, window)
-        return Ahead(share * self._samples, share * self._prompt_tokens, share * self._outputs)
-
-    def _kept(self, now: float) -> float:
-        return math.exp(min(0.0, self._last - now) / MEMORY)
-
-
-class Demands:
-    """The demand of every tenant heard of lately."""
+    """Work that each tenant asks for a second, as it did lately. All O(1), rescaling amortised."""
 
     def __init__(self) -> None:
-        self._of: dict[str, Demand] = {}
+        # Newer work weighs more, instead of all older work less: one addition for a request.
+        self._asked: dict[str, Ahead] = {}
+        self.weights: dict[str, float] = {}
+        """Of those who have asked lately."""
+        self._began: float | None = None
+        self._weighed_at = 0.0
         self._now = 0.0
-        self._rates: dict[str, Ahead] = {}
-        """As of the last who asked; empty where they are to be computed."""
 
-    def add(
-        self, tenant: str, weight: float, samples: int, prompt: int, outputs: float, now: float
-    ) -> None:
-        """A tenant asks for something."""
-        self._now = now
-        self._rates.clear()
-        demand = self._of.pop(tenant, None) or Demand(now)
-        self._of[tenant] = demand
-        demand.weight = weight
-        demand.add(samples, prompt, outputs, now)
-        while len(self._of) > MOST_TENANTS:
-            del self._of[next(iter(self._of))]
+    def add(self, tenant: str, weight: float, work: Ahead, now: float) -> None:
+        """A tenant asks for this."""
+        if self._began is None:
+            self._began = self._weighed_at = now
+        self._now = max(self._now, now)
+        if self._now - self._weighed_at > 10 * MEMORY:
+            self._weigh_anew()
+        work = work.scaled(self._weight)
+        self._asked[tenant] = self._asked.pop(tenant, NOTHING) + work
+        self.weights[tenant] = weight
+        if len(self._asked) > MOST_TENANTS:
+            silent = next(iter(self._asked))
+            del self._asked[silent], self.weights[silent]
 
-    def any_but(self, tenant: str) -> bool:
-        """Whether another tenant has been heard of lately."""
-        return len(self._of) > (tenant in self._of)
+    def asked_by(self, tenant: str) -> Ahead:
+        """What a tenant has asked for; times :attr:`scale` it is what it asks for in a second."""
+        return self._asked.get(tenant, NOTHING)
 
-    def of_others(self, tenant: str, seconds: float) -> dict[str, tuple[float, Ahead]]:
-        """Weight of each other tenant, and what it will ask for in the next ``seconds`` if all go
-        on as they did. O(tenants).
-        """
-        if not self._rates:
-            self._rates = {name: demand.rate(self._now) for name, demand in self._of.items()}
-        return {
-            name: (self._of[name].weight, rate.scaled(seconds))
-            for name, rate in self._rates.items()
-            if name != tenant
-        }
+    @property
+    def scale(self) -> float:
+        """Turns sums into rates."""
+        began = self._now if self._began is None else self._began
+        window = MEMORY * (1.0 - math.exp((began - self._now) / MEMORY))
+        return 1.0 / (self._weight * max(SHORTEST, window))
+
+    def others_ask(self, tenant: str) -> bool:
+        """Whether any but this tenant has been heard of."""
+        return len(self._asked) > (tenant in self._asked)
+
+    @property
+    def _weight(self) -> float:
+        return math.exp((self._now - self._weighed_at) / MEMORY)
+
+    def _weigh_anew(self) -> None:
+        kept = math.exp((self._weighed_at - self._now) / MEMORY)  # 0 after a long silence
+        self._asked = {tenant: work.scaled(kept) for tenant, work in self._asked.items()}
+        self._weighed_at = self._now
