@@ -1,4 +1,6 @@
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -6,7 +8,8 @@ from hypothesis import strategies as st
 import tiny_models
 from budget import examples
 from turnstile.text.logprobs import LOWEST, chat_logprobs, completion_logprobs
-from turnstile.text.output import TextStream, make_options
+from turnstile.text.output import TextOptions, TextStream
+from turnstile.text.stop import StopAutomaton
 from turnstile.text.vocabulary import Vocabulary, build_vocabulary
 
 BACKEND = tiny_models.make_tokenizer()
@@ -32,9 +35,13 @@ def words(*texts: str) -> Vocabulary:
     return Vocabulary([text.encode() for text in texts], special=set())
 
 
-def run(vocabulary: Vocabulary, ids: list[int], **settings: object) -> tuple[list[str], TextStream]:
+def options(stops: Sequence[str] = (), **settings: Any) -> TextOptions:
+    return TextOptions(stop=StopAutomaton(stops) if stops else None, **settings)
+
+
+def run(vocabulary: Vocabulary, ids: list[int], **settings: Any) -> tuple[list[str], TextStream]:
     stops = settings.pop("stops", ())
-    stream = TextStream(vocabulary, make_options(stops, **settings))  # type: ignore[arg-type]
+    stream = TextStream(vocabulary, options(stops, **settings))
     texts = []
     for token in ids:
         stream.push(token)
@@ -51,8 +58,9 @@ text = st.text(alphabet="abé🙂 \n", max_size=30)
 @settings(max_examples=examples(400))
 def test_streamed_and_unstreamed_text_agree_and_hold_no_stop(text: str, stops: list[str]) -> None:
     deltas, streamed = run(VOCABULARY, ids_of(text), stops=stops)
-    whole = TextStream(VOCABULARY, make_options(stops))
-    whole.push_all(ids_of(text))
+    whole = TextStream(VOCABULARY, options(stops))
+    for token in ids_of(text):
+        whole.push(token)
     whole.finish()
     assert whole.take().text == "".join(deltas)
     assert whole.num_tokens == streamed.num_tokens
@@ -116,7 +124,7 @@ def test_no_stop_string_ends_a_sample_before_its_minimum() -> None:
 
 def test_a_stop_token_counts_but_does_not_show() -> None:
     for include, expected in ((False, "a"), (True, "aEND")):
-        stream = TextStream(words("a", "END"), make_options(include_stop=include))
+        stream = TextStream(words("a", "END"), options(include_stop=include))
         stream.push(0)
         assert stream.push(1, is_stop=True) is False
         stream.finish()
@@ -133,8 +141,9 @@ def test_special_tokens_show_only_where_asked() -> None:
 def test_offsets_point_at_the_text_of_each_token() -> None:
     text = "the é🙂 and"
     ids = ids_of(text)
-    stream = TextStream(VOCABULARY, make_options(logprobs=True, offset=10))
-    stream.push_all(ids, [Logprobs(-1.0, [])] * len(ids))
+    stream = TextStream(VOCABULARY, options(logprobs=True, offset=10))
+    for token in ids:
+        stream.push(token, Logprobs(-1.0, []))
     stream.finish()
     delta = stream.take()
     assert delta.token_ids == ids
@@ -146,7 +155,7 @@ def test_offsets_point_at_the_text_of_each_token() -> None:
 
 def test_entries_come_with_the_text_and_none_is_lost_at_a_stop() -> None:
     vocabulary = words("a", "b", "c")
-    stream = TextStream(vocabulary, make_options(["bc"], logprobs=True))
+    stream = TextStream(vocabulary, options(["bc"], logprobs=True))
     seen = []
     for token in (0, 1, 2, 0):
         stream.push(token, Logprobs(-0.5, [(token, -0.5)]))
@@ -156,7 +165,7 @@ def test_entries_come_with_the_text_and_none_is_lost_at_a_stop() -> None:
 
 def test_both_shapes_tell_parts_of_characters_apart_and_stay_json() -> None:
     lead, rest = ids_of("é")
-    stream = TextStream(VOCABULARY, make_options(logprobs=True))
+    stream = TextStream(VOCABULARY, options(logprobs=True))
     stream.push(lead, Logprobs(-0.25, [(lead, -0.25), (rest, float("-inf"))]))
     stream.finish()
     entries = stream.take().logprobs
@@ -176,7 +185,7 @@ def test_both_shapes_tell_parts_of_characters_apart_and_stay_json() -> None:
 
 
 def test_two_tokens_that_read_alike_both_appear_among_the_likeliest() -> None:
-    stream = TextStream(words("A", "A", "B"), make_options(logprobs=True))
+    stream = TextStream(words("A", "A", "B"), options(logprobs=True))
     stream.push(0, Logprobs(-0.1, [(0, -0.1), (1, -2.0), (2, -3.0)]))
     (top,) = completion_logprobs(stream.take().logprobs)["top_logprobs"]  # type: ignore[misc,attr-defined]
     assert top == {"A": -0.1, "token_id:1": -2.0, "B": -3.0}

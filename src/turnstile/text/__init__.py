@@ -9,7 +9,7 @@ from turnstile.text.errors import (
     TextError,
     TokenizerError,
 )
-from turnstile.text.output import Delta, TextOptions, TextStream, make_options
+from turnstile.text.output import Delta, TextOptions, TextStream
 from turnstile.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -26,5 +26,4 @@ __all__ = [
     "TextStream",
     "Tokenizer",
     "TokenizerError",
-    "make_options",
 ]

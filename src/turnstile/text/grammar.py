@@ -161,30 +161,6 @@ class GrammarState:
             _raise_error(self._matcher)
             raise GrammarError(f"token {token_id} is not allowed by the grammar here")
 
-    def count_allowed(self, token_ids: list[int]) -> int:
-        """How many of these tokens, from the first on, could be taken now (for drafts)."""
-        return int(self._matcher.validate_tokens(token_ids))
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens."""
-        if num_tokens and not self._matcher.rollback(num_tokens):
-            _raise_error(self._matcher)
-            raise GrammarError(f"cannot take back {num_tokens} tokens")
-
-    def fork(self) -> GrammarState:
-        """Copy for another sample that goes on from here."""
-        return GrammarState(self._matcher.deep_copy(), self._words)
-
-    @property
-    def is_satisfied(self) -> bool:
-        """Whether the text so far is whole: the sample may end here."""
-        return bool(self._matcher.is_accepting())
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the text is whole and nothing but the end may follow."""
-        return bool(self._matcher.is_stopped())
-
 
 def mask_words(vocab_size: int) -> int:
     """Words of int32 a mask over ``vocab_size`` tokens takes."""

@@ -17,7 +17,7 @@ What lies behind a stop string is never emitted, and its tokens are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from turnstile.text.detokenizer import Detokenizer
@@ -52,12 +52,6 @@ class TextOptions:
     min_tokens: int = 0
     logprobs: bool = False
     offset: int = 0
-
-
-def make_options(stops: Sequence[str] = (), **settings: object) -> TextOptions:
-    """Make the options of a request, compiling its stop strings. None may be empty."""
-    automaton = StopAutomaton(stops) if stops else None
-    return TextOptions(stop=automaton, **settings)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,15 +128,6 @@ class TextStream:
                 return False
         text = self._detokenizer.push(token_id)
         return self._add(text) if text else False
-
-    def push_all(
-        self, token_ids: Iterable[int], logprobs: Sequence[TokenLogprobs] | None = None
-    ) -> bool:
-        """Take several tokens, up to a stop string. Returns whether there was one."""
-        for place, token_id in enumerate(token_ids):
-            if self.push(token_id, None if logprobs is None else logprobs[place]):
-                return True
-        return self.stopped
 
     @property
     def passes(self) -> bool:
