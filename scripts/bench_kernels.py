@@ -1,6 +1,7 @@
 """Time whole steps of a model on the native backend, and take them apart.
 
     PYTHONPATH=src python scripts/bench_kernels.py [--only "100 users"]
+    PYTHONPATH=src python scripts/bench_kernels.py --table      # those of docs/performance.md
 
 For every shape of step: milliseconds, where they go, and the share of the machine's best that the
 products (operations a second) and the attention (bytes a second) reach. The best is measured in
@@ -24,6 +25,10 @@ from turnstile.models.default_model import NAME
 from turnstile.models.source import resolve
 
 PAGE = 16
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+PRODUCTS = ("qkv", "o", "gate, up, silu", "down", "head")
+APART = ("1 user", "100 users", "100 users + 128 prompt", "512 prompt")
+"""Steps whose parts ``--table`` shows."""
 
 
 @dataclass(frozen=True)
@@ -151,26 +156,91 @@ def measure(decoder: Decoder, shape: Shape, repeat: int) -> tuple[float, dict[st
     return statistics.median(steps), medians, statistics.median(after)
 
 
-def report(decoder: Decoder, shape: Shape, repeat: int, peak: float, bandwidth: float) -> None:
+@dataclass(frozen=True)
+class Result:
+    """One shape, measured: seconds of a step, of its parts, of argmax and normaliser after it."""
+
+    shape: Shape
+    seconds: float
+    parts: dict[str, float]
+    after: float
+    tokens: int
+    operations: float
+    kv_bytes: float
+    weight_bytes: int  # of one weight
+
+    @property
+    def products(self) -> float:
+        """Seconds of all matrix products."""
+        return sum(self.parts[name] for name in PRODUCTS)
+
+    def rates(self, peak: float, bandwidth: float) -> str:
+        """What the products and the attention reach, and the share of the best."""
+        rate = self.operations / self.products
+        text = f"products {rate / 1e9:,.0f} G/s ({rate / peak:.0%})"
+        if self.tokens == 1:
+            read = rate / 2 * self.weight_bytes
+            text += f", weights {read / 1e9:.0f} GB/s ({read / bandwidth:.0%})"
+        if self.shape.decode:
+            read = self.kv_bytes / self.parts["attention"]
+            text += f"; K and V {read / 1e9:.0f} GB/s ({read / bandwidth:.0%})"
+        return text
+
+
+def run(decoder: Decoder, form: str, shape: Shape, repeat: int) -> Result:
     seconds, parts, after = measure(decoder, shape, repeat)
     batch = make_batch(shape, decoder.config.vocab_size, 6000)
-    products = sum(parts[name] for name in ("qkv", "o", "gate, up, silu", "down", "head"))
-    operations = product_operations(decoder.config, batch)
-    backend = decoder.backend
-    weights = operations / 2 / max(batch.num_tokens, 1)  # bytes at one byte a weight
+    page = decoder.backend.kv_page_bytes(decoder.kv_shape(PAGE, 1))
     sharers = shape.decode + (shape.prefill if shape.behind else 0)
     distinct = batch.context_lengths.sum() - shape.shared * (sharers - 1)  # read from memory
-    cache = backend.kv_page_bytes(decoder.kv_shape(PAGE, 1)) / PAGE * distinct
-    rate = cache / parts["attention"]
-    print(
-        f"\n{shape.name}: {seconds * 1e3:.2f} ms, {batch.num_tokens / seconds:,.0f} tokens/s; "
-        f"products {operations / products / 1e9:,.0f} G/s ({operations / products / peak:.0%})"
-        + (f", weights {weights / products / 1e9:.0f} G/s" if batch.num_tokens == 1 else "")
-        + (f"; K and V {rate / 1e9:.0f} GB/s ({rate / bandwidth:.0%})" if shape.decode else "")
-        + f"; argmax and normaliser {after * 1e3:.2f} ms"
+    return Result(
+        shape,
+        seconds,
+        parts,
+        after,
+        batch.num_tokens,
+        product_operations(decoder.config, batch),
+        page / PAGE * distinct,
+        WEIGHT_BYTES[form],
     )
-    shown = sorted(parts.items(), key=lambda item: -item[1])
+
+
+def report(result: Result, peak: float, bandwidth: float) -> None:
+    print(
+        f"\n{result.shape.name}: {result.seconds * 1e3:.2f} ms, "
+        f"{result.tokens / result.seconds:,.0f} tokens/s; {result.rates(peak, bandwidth)}; "
+        f"argmax and normaliser {result.after * 1e3:.2f} ms"
+    )
+    shown = sorted(result.parts.items(), key=lambda item: -item[1])
     print("   " + ", ".join(f"{name} {value * 1e3:.2f}" for name, value in shown))
+
+
+def print_tables(results: dict[str, list[Result]]) -> None:
+    """Markdown: milliseconds and tokens a second of every step, then the parts of some."""
+    print("\n| step | " + " | ".join(f"{name}, ms | tokens/s" for name in results) + " |")
+    print("|---" * (1 + 2 * len(results)) + "|")
+    for row in zip(*results.values(), strict=True):
+        cells = [f"{r.seconds * 1e3:.1f} | {r.tokens / r.seconds:,.0f}" for r in row]
+        print(f"| {row[0].shape.name} | " + " | ".join(cells) + " |")
+    for name, measured in results.items():
+        apart = [r for r in measured if r.shape.name in APART]
+        print(f"\n| {name}, ms | " + " | ".join(r.shape.name for r in apart) + " |")
+        print("|---" * (1 + len(apart)) + "|")
+        for part in max(apart, key=lambda r: r.seconds).parts:
+            print(f"| {part} | " + " | ".join(f"{r.parts[part] * 1e3:.2f}" for r in apart) + " |")
+        print("| argmax, normaliser | " + " | ".join(f"{r.after * 1e3:.2f}" for r in apart) + " |")
+
+
+def load(model: str, form: str, kv: str, threads: int | None) -> tuple[Decoder, float, float]:
+    """The model, and the operations and bytes a second that the machine reaches at best."""
+    backend = NativeBackend(form, kv, threads)
+    decoder = Decoder.load(resolve(model), backend)
+    peak, bandwidth = backend.peak_operations(), backend.peak_bandwidth()
+    print(
+        f"{form} weights, {kv} K and V, {backend.level}, {backend.threads} threads; "
+        f"at best {peak / 1e9:,.0f} G operations/s, {bandwidth / 1e9:.0f} GB/s"
+    )
+    return decoder, peak, bandwidth
 
 
 def main() -> None:
@@ -181,18 +251,21 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--repeat", type=int, default=15)
     parser.add_argument("--only", default="", help="steps whose name contains this")
-    options = parser.parse_args()
-    backend = NativeBackend(options.format, options.kv or options.format, options.threads)
-    decoder = Decoder.load(resolve(options.model), backend)
-    peak, bandwidth = backend.peak_operations(), backend.peak_bandwidth()
-    print(
-        f"{options.format} weights, {options.kv or options.format} K and V, {backend.level}, "
-        f"{backend.threads} threads; at best {peak / 1e9:,.0f} G operations/s, "
-        f"{bandwidth / 1e9:.0f} GB/s"
+    parser.add_argument(
+        "--table", action="store_true", help="int8 and bfloat16, as tables in Markdown"
     )
-    for shape in SHAPES:
-        if options.only in shape.name:
-            report(decoder, shape, options.repeat, peak, bandwidth)
+    options = parser.parse_args()
+    results: dict[str, list[Result]] = {}
+    for form in ("int8", "bfloat16") if options.table else (options.format,):
+        decoder, *best = load(options.model, form, options.kv or form, options.threads)
+        results[form] = []
+        for shape in SHAPES:
+            if options.only in shape.name:
+                result = run(decoder, form, shape, options.repeat)
+                report(result, *best)
+                results[form].append(result)
+    if options.table:
+        print_tables(results)
 
 
 if __name__ == "__main__":
