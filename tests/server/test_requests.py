@@ -89,7 +89,8 @@ def test_a_start_is_predicted_once_the_queue_has_moved(serve: Serve) -> None:
         async with serve(max_num_seqs=1, delay=0.001) as served:
             body = {"max_tokens": 20, "ignore_eos": True}
             tasks = [asyncio.create_task(served.complete(**body)) for _ in range(12)]
-            await until(lambda: served.engine._step > 0 and served.engine.snapshot.waiting < 9)
+            engine = served.engine
+            await until(lambda: len(engine.streams) == 12 and engine.snapshot.waiting < 9)
             waiting = await listed(served, "?state=waiting")
             predicted = [told["waits"]["predicted_start_seconds"] for told in waiting]
             assert len(predicted) > 2
