@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from server.fake_engine import FakeStream
-from server.served import Raw, Serve, events, listening, until
+from server.served import PATIENCE, Raw, Serve, events, listening, until
 from turnstile.engine.protocol import Row
 from turnstile.server.direct import Direct
 from turnstile.server.turns import Turns
@@ -213,6 +213,34 @@ def test_a_body_is_the_same_whether_it_comes_with_its_head_or_after(serve: Serve
                 writer.write(content[end:])
             answer = await Raw(reader, writer).until(b'"usage"')
             assert b'"text":"hello' in answer
+            assert not served.service.bodies.held
+            writer.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids="the rest {} bytes later".format)
+def test_a_refused_body_that_is_there_to_its_end_is_not_waited_for(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, cut: int
+) -> None:
+    monkeypatch.setattr("turnstile.server.exchange._DISCARD_SECONDS", 10 * PATIENCE)
+
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            content = json.dumps(body()).encode()
+            end = len(content) - cut
+            served.service.bodies.together = len(content) - 1
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+                b"connection: close\r\n"
+                b"content-length: %d\r\n\r\n%b" % (len(content), content[:end])
+            )
+            if cut:
+                await until(lambda: served.service.bodies.held == end)
+                writer.write(content[end:])
+            answer = await asyncio.wait_for(reader.read(), PATIENCE)
+            assert answer.startswith(b"HTTP/1.1 503")
             assert not served.service.bodies.held
             writer.close()
 

@@ -140,8 +140,8 @@ class Exchange:
         self._limits, self._body_wanted = limits, True
         body = None if self.direct is None else self.direct.take_body()
         if body is not None:
-            self._hold(body, limits)
             self._body_comes = False
+            self._hold(body, limits)
         else:
             body = await self._read_in_time(limits)
         self._watch()
@@ -167,10 +167,10 @@ class Exchange:
                 self.disconnected = True
                 raise asyncio.CancelledError
             piece = message.get("body", b"")
+            self._body_comes = message.get("more_body", False)
             self._hold(piece, limits)
             pieces.append(piece)
-            if not message.get("more_body", False):
-                self._body_comes = False
+            if not self._body_comes:
                 return b"".join(pieces)
 
     def _hold(self, piece: bytes, limits: BodyLimits) -> None:
