@@ -16,6 +16,7 @@ import pytest
 from e2e.harness import free_port
 from tiny_models import make_tiny_llama
 from turnstile.cli import serve as serve_module
+from turnstile.cli.doctor import check_torch
 from turnstile.cli.main import EXIT_USAGE, VERBS, main
 from turnstile.cli.settings import SettingsError, normalize, parse_size, read_file, take_config
 from turnstile.engine.config import EngineConfig
@@ -262,6 +263,15 @@ def test_what_no_request_could_carry_is_told_before_one_is_made(
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_doctor_wants_torch_only_where_nothing_else_computes(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr("turnstile.cli.doctor.find_spec", lambda _: object() if kernels else None)
+    assert check_torch().verdict == ("note" if kernels else "bad")
 
 
 def test_a_client_without_a_server_is_told_how_to_start_one(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,15 @@ def test_a_pool_larger_than_all_memory_is_refused_by_name(flag: str) -> None:
     wanted = rf"--{flag.replace('_', '-')} {(fits + 1) * scale} would take [\d.,]+ GiB"
     with pytest.raises(EngineConfigError, match=wanted):
         pool_pages(config, PAGE_BYTES, 1024, "cpu")
+
+
+def test_a_machine_with_a_gpu_and_no_torch_computes_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("turnstile.engine.build._GPU_NODES", (str(tmp_path),))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    config = EngineConfig(model=str(make_tiny_llama(tmp_path / "tiny")), num_pages=8)
+    assert build_engine(config, 1, lambda *_: None)[1].device == "cpu"
 
 
 def test_k_and_v_are_kept_as_asked_and_by_default_like_the_weights(tmp_path: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from turnstile.kernels import BACKENDS, BackendError, create_backend
+from turnstile.kernels import BACKENDS, BackendError, create_backend, preload
 
 
 def test_the_reference_is_there_for_every_float_format() -> None:
@@ -25,6 +28,23 @@ def test_a_refusal_names_every_backend_and_its_reason() -> None:
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
     with pytest.raises(BackendError, match="native, reference"):
         create_backend(name="nativ")
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'torch'"), OSError("libtorch.so: not found")]
+)
+def test_a_torch_that_cannot_be_loaded_is_a_reason_and_not_a_crash(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def load(name: str) -> Any:
+        if name.endswith("reference"):
+            raise error
+        return SimpleNamespace(available=lambda: (False, "none"), refusal=lambda *_: "not today")
+
+    monkeypatch.setattr("turnstile.kernels.importlib.import_module", load)
+    preload()
+    with pytest.raises(BackendError, match=r"native: not today; reference: .*torch"):
+        create_backend()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

@@ -99,9 +99,11 @@ def check_torch() -> Finding:
     try:
         import torch
     except (ImportError, OSError) as error:
+        # The native kernels serve without it; a GPU and the reference need it.
         return Finding(
-            "torch", "bad", f"cannot be loaded: {error}", "Reinstall torch for this CPU."
-        )
+            "torch", "bad" if find_spec("turnstile_kernels") is None else "note",
+            f"cannot be loaded: {error}", "Reinstall torch for this CPU.",
+        )  # fmt: skip
     if torch.cuda.is_available():
         return Finding("torch", "ok", f"{torch.__version__}, GPU {torch.cuda.get_device_name(0)}")
     return Finding("torch", "ok", f"{torch.__version__}, no GPU: serving on the CPU")

@@ -255,8 +255,10 @@ def _max_model_len(config: EngineConfig, max_positions: int, num_pages: int) -> 
 def _best_device() -> str:
     if sys.platform == "linux" and not any(map(os.path.exists, _GPU_NODES)):
         return "cpu"  # no need to ask torch, which takes a second and 200 MB to import
-    import torch
-
+    try:
+        import torch
+    except (ImportError, OSError):
+        return "cpu"  # where the native kernels need none of it
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,8 @@ def preload() -> None:
     """
     native = importlib.import_module("turnstile.kernels.native")
     if not native.available()[0]:
-        importlib.import_module("turnstile.kernels.reference")
+        with contextlib.suppress(ImportError, OSError):  # create_backend says so
+            importlib.import_module("turnstile.kernels.reference")
 
 
 def create_backend(
@@ -58,7 +60,7 @@ def create_backend(
             raise BackendError(f"There is no backend {each!r}; there are {', '.join(BACKENDS)}.")
         try:
             module = importlib.import_module(f"turnstile.kernels.{each}")
-        except ModuleNotFoundError as error:
+        except (ImportError, OSError) as error:  # a package is missing, or its libraries are
             refusals.append(f"{each}: {error}")
             continue
         refusal = module.refusal(device, weight_format, kv_dtype)
