@@ -42,7 +42,7 @@ from turnstile.bench.records import Record, read
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT, Workload
 from turnstile.simulate.calibrate import Calibration, ask_server, calibrated
 from turnstile.simulate.figures import measure
-from turnstile.simulate.fit import fit_front
+from turnstile.simulate.fit import figure_at, fit_front
 from turnstile.simulate.load import Load, Tenant
 from turnstile.simulate.run import Plant, play
 
@@ -261,8 +261,8 @@ def load_of(case: Case) -> Load:
         prompts = workload.prompt.draw(stream.requests, rng) + stream.prefix
         outputs = workload.output.draw(stream.requests, rng)
         arrivals = stream.arrivals()
-        due = arrivals.times if isinstance(arrivals, OpenLoop) else [0.0] * stream.requests
-        parts.append((np.asarray(due), prompts, outputs, np.full(stream.requests, number)))
+        times = arrivals.times if isinstance(arrivals, OpenLoop) else [0.0] * stream.requests
+        parts.append((np.asarray(times), prompts, outputs, np.full(stream.requests, number)))
     due, prompts, outputs, owner = (np.concatenate(p) for p in zip(*parts, strict=True))
     order = np.argsort(due, kind="stable")
     first = case.streams[0]
@@ -324,17 +324,11 @@ class Outcome:
     def verdicts(self) -> list[Verdict]:
         found = []
         for label, path, tolerance in ROWS:
-            values = [_at(figures, path) for figures in self.real]
-            ours = _at(self.simulated, path)
+            values = [figure_at(figures, path) for figures in self.real]
+            ours = figure_at(self.simulated, path)
             if ours is not None and all(v for v in values):
                 found.append(Verdict(label, [v for v in values if v], ours, tolerance))
         return found
-
-
-def _at(figures: Any, path: tuple[str, ...]) -> float | None:
-    for name in path:
-        figures = figures.get(name) if isinstance(figures, dict) else None
-    return figures
 
 
 def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: float) -> str:
@@ -343,9 +337,8 @@ def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: 
     rounds = sorted({len(outcome.real) for outcome in outcomes})
     lines = [
         f"{measured.requests} requests a run, {' or '.join(map(str, rounds))} runs of each load, "
-        f"measured "
-        f"{measured.when} UTC, {measured.cores} cores, "
-        "client on the same cores. Calibrated on the first W1 run only: "
+        f"measured {measured.when} UTC, {measured.cores} cores, client on the same cores. "
+        "Calibrated on the first W1 run only: "
         f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token, "
         f"(but {fit.knee} cost as many as fewer), {fit.gamma * 1e9:.0f} ns a query-key pair of a "
         f"prompt, {decoding * 1e9:.0f} ns a token that decoding rows read, "

@@ -38,7 +38,7 @@ def distance(simulated: Figures, measured: Mapping[str, Any]) -> float:
     """Weighted mean of the squared logarithms of the ratios."""
     total = weights = 0.0
     for path, weight in SEEN:
-        ours, theirs = _at(simulated, path), _at(measured, path)
+        ours, theirs = figure_at(simulated, path), figure_at(measured, path)
         if ours and theirs:
             total += weight * math.log(ours / theirs) ** 2
             weights += weight
@@ -47,7 +47,8 @@ def distance(simulated: Figures, measured: Mapping[str, Any]) -> float:
     return total / weights
 
 
-def _at(figures: Any, path: tuple[str, ...]) -> float | None:
+def figure_at(figures: Any, path: tuple[str, ...]) -> float | None:
+    """The number found by going down these names; None where there is none."""
     for name in path:
         figures = figures.get(name) if isinstance(figures, Mapping) else None
     return figures if isinstance(figures, int | float) else None
