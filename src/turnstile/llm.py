@@ -81,13 +81,15 @@ class AsyncLLM:
         self._engine = LocalEngine(self.config)
         self._streams: dict[str, Stream] = {}
         self._random = random.Random(seed)
+        self._closed = False
 
     async def start(self) -> None:
         """Load the model. Raises :class:`EngineUnavailableError` with the reason if it cannot."""
         await self._engine.start()
 
     async def aclose(self) -> None:
-        """End what runs, and the engine."""
+        """End what runs, and the engine. May be called again."""
+        self._closed = True
         await self._engine.stop(0.0)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -136,7 +138,9 @@ class AsyncLLM:
         ParameterError, NeverFitsError
             What was asked for is out of range, or larger than the context or the page pool.
         EngineUnavailableError
-            The engine is not running.
+            The engine has failed, or was never started.
+        RuntimeError
+            After :meth:`aclose`.
         """
         builder, generation = self._prepare(prompt, sampling_params, request_id, priority)
         async for _ in self._follow(builder, generation):
@@ -191,6 +195,8 @@ class AsyncLLM:
         request_id: str | None,
         priority: int,
     ) -> tuple[OutputBuilder, Generation]:
+        if self._closed:
+            raise RuntimeError("This AsyncLLM has been closed.")
         priority = checked_priority(priority)
         text, ids = text_and_ids(prompt)
         if ids is None:

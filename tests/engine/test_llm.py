@@ -153,6 +153,8 @@ def test_async_outputs_grow_and_can_be_aborted(model: Path) -> None:
             await llm.generate_final("x", GREEDY)
             assert llm.get_metrics().running <= 1
             assert not llm._streams
+        with pytest.raises(RuntimeError, match="This AsyncLLM has been closed"):
+            await llm.generate_final("x", GREEDY)
 
     with asyncio.Runner() as runner:
         runner.run(scenario())
