@@ -253,6 +253,8 @@ def test_contradictory_and_reserved_settings_are_refused(tokenizer: Tokenizer) -
         encoder.render(ChatInput(messages=[user("x")], continue_final_message=True))
     with pytest.raises(MessageError, match="must not set messages"):
         encoder.render(ChatInput(messages=[user("x")], variables={"messages": []}))
+    with pytest.raises(MessageError, match="must not set _bounded"):
+        encoder.render(ChatInput(messages=[user("x")], variables={"_bounded": 1}))
 
 
 def test_a_model_without_a_template_says_what_to_do(tokenizer: Tokenizer) -> None:

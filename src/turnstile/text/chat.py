@@ -211,7 +211,8 @@ def _check(chat: ChatInput, template: CompiledTemplate) -> None:
             "continue_final_message and add_generation_prompt exclude each other",
             "continue_final_message",
         )
-    reserved = sorted(_RESERVED & set(chat.variables))
+    # Names with an underscore are those of the bounds on templates (text/template.py).
+    reserved = sorted(v for v in chat.variables if v in _RESERVED or v.startswith("_"))
     if reserved:
         raise MessageError(
             f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"

@@ -9,8 +9,10 @@ one go, exactly as elsewhere.
 
 Templates cut and join strings. A mark that has lost its partner still marks the control text it
 touches, and one that stands alone still separates what is left and right of it; both vanish from
-the text. What is not covered: a template that *joins* two user strings so that control text
-forms across the seam. None is known that joins without a separator.
+the text. What is not covered: control text that forms only in the template, where it *joins* two
+user strings, or takes something out of the middle of one (``replace('<think>', '')`` makes the
+marker of ``<|im_<think>end|>``). No model's template is known to do either; whoever writes one
+should cut strings (``split``), which is safe.
 """
 
 from __future__ import annotations
