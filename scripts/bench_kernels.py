@@ -29,6 +29,8 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 PRODUCTS = ("qkv", "o", "gate, up, silu", "down", "head")
 APART = ("1 user", "100 users", "100 users + 128 prompt", "512 prompt")
 """Steps whose parts ``--table`` shows."""
+TABLE = (*APART, "4 users", "16 users", "32 users", "100 users + 256 prompt")
+"""Steps that ``--table`` measures: two minutes for both formats with ``--repeat 5``."""
 
 
 @dataclass(frozen=True)
@@ -260,7 +262,8 @@ def main() -> None:
         decoder, *best = load(options.model, form, options.kv or form, options.threads)
         results[form] = []
         for shape in SHAPES:
-            if options.only in shape.name:
+            wanted = shape.name in TABLE if options.table else True
+            if wanted and options.only in shape.name:
                 result = run(decoder, form, shape, options.repeat)
                 report(result, *best)
                 results[form].append(result)
