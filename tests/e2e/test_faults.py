@@ -80,7 +80,7 @@ def assert_failed_alone(followed: list[Followed], expected: list[Followed], word
     ("fault", "words"),
     [
         (Fault.EXIT, "ended the engine each time"),
-        (Fault.CORRUPT, "left its pages"),
+        (Fault.CORRUPT, "left the books of the engine wrong"),
         (Fault.ERROR, "row fails"),
         (Fault.RAISE, "failed in the model"),
     ],
