@@ -95,7 +95,7 @@ def greedy(
     for _ in range(count):
         for name, logits in stepper.step(chunks).items():
             rows[name].append(logits[-1])
-            chosen[name].append(int(decoder.backend.argmax(logits[-1:])[0]))
+            chosen[name].append(int(decoder.backend.argmax(logits[-1:].numpy())[0]))
         chunks = {name: tokens[-1:] for name, tokens in chosen.items()}
     return [(chosen[name], torch.stack(rows[name])) for name in chunks]
 
