@@ -55,16 +55,21 @@ def test_what_cannot_be_measured_is_told_in_one_line_before_anybody_is_asked(
 
 
 @pytest.mark.parametrize(
-    ("status", "error", "told"),
+    ("status", "answer", "told"),
     [
-        (404, {"message": "The model 'other' does not exist."}, "The model 'other' does not exist"),
-        (404, {"message": "Not Found"}, "the server has no /tokenize: name its tokenizer with"),
-        (400, {"message": "prompt is too long"}, "answers HTTP 400: prompt is too long\n"),
+        (404, {"error": {"message": "No model 'other'."}}, "No model 'other'"),
+        (
+            404,
+            {"error": {"message": "Not Found"}},
+            "no /tokenize: name its tokenizer with",
+        ),
+        (400, {"error": {"message": "too long"}}, "answers HTTP 400: too long\n"),
+        (200, {"tokens": []}, "/tokenize answers without tokens\n"),
     ],
 )
 def test_a_server_that_does_not_tokenize_is_quoted_or_understood(
     status: int,
-    error: dict[str, str],
+    answer: dict[str, Any],
     told: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -72,7 +77,7 @@ def test_a_server_that_does_not_tokenize_is_quoted_or_understood(
 ) -> None:
     async def refuse(fake: FakeServer, path: str, writer: asyncio.StreamWriter) -> bool:
         if path == "/tokenize":
-            respond(writer, status, {"error": error})
+            respond(writer, status, answer)
         return path == "/tokenize"
 
     async def never(body: dict[str, Any], stream: Stream) -> None:

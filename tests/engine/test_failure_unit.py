@@ -130,6 +130,12 @@ def test_a_request_that_cannot_be_set_up_ends_alone(
     assert expected in (answers["bad", 0].error or "")
 
 
+def test_a_request_that_no_door_should_have_let_in_ends_alone(engine: Engine) -> None:
+    answers = beside(engine, lambda: engine.submit("bad", PROMPT, max_tokens="many"))  # type: ignore[arg-type]
+    assert answers["bad", 0].finish == "error"
+    assert "could not be set up (TypeError)" in (answers["bad", 0].error or "")
+
+
 @pytest.mark.parametrize("at", [0, 3])
 def test_a_request_that_makes_every_step_raise_ends_alone(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, at: int

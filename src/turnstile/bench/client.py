@@ -60,7 +60,7 @@ class RemoteTokenizer:
             "add_special": False,
         }
         tokens = (await self._post("/tokenize", body)).get("tokens")
-        if not isinstance(tokens, list):
+        if not isinstance(tokens, list) or (text and not tokens):
             raise ServerError("the server's /tokenize answers without tokens")
         return tokens
 

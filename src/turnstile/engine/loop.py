@@ -110,6 +110,28 @@ class StepLoop:
                 pass
 
     def _submit(self, command: Submit) -> None:
+        try:
+            sequence = self._enter(command)
+        except (NeverFitsError, DuplicateRequestError) as error:
+            self._refuse(command, str(error))
+            return
+        except Exception as error:
+            # No door lets in what does this. Should one, it must not end the other requests.
+            self._refuse(command, _not_set_up(command, error))
+            self._mend()
+            return
+        try:
+            self.executor.add(sequence, command.params, command.seed)
+        except Exception as error:
+            # Most often a grammar that does not compile. What nobody foresaw, out of a grammar
+            # library say, must not end the other requests either.
+            message = str(error) if isinstance(error, TextError) else _not_set_up(command, error)
+            self.scheduler.fail(sequence, message, self._clock())
+            self._refuse(command, message)
+            return
+        self._drawing[command.request_id] = (command.params, command.seed)
+
+    def _enter(self, command: Submit) -> Sequence:
         params = command.params
         request = Request(
             id=command.request_id,
@@ -126,31 +148,14 @@ class StepLoop:
             salt=command.salt,
             score_prompt=params.prompt_logprobs is not None and not command.outputs,
         )
-        try:
-            sequence = self.scheduler.submit(
-                request,
-                outputs=command.outputs,
-                sample_index=command.sample_index,
-                charged=command.charged,
-                served=command.served,
-                now=self._clock(),
-            )
-        except (NeverFitsError, DuplicateRequestError) as error:
-            self._refuse(command, str(error))
-            return
-        try:
-            self.executor.add(sequence, params, command.seed)
-        except Exception as error:
-            # Most often a grammar that does not compile. What nobody foresaw, out of a grammar
-            # library say, must not end the other requests either.
-            message = str(error)
-            if not isinstance(error, TextError):
-                logger.exception("Request %s could not be set up", command.request_id)
-                message = f"The request could not be set up ({type(error).__name__})."
-            self.scheduler.fail(sequence, message, self._clock())
-            self._refuse(command, message)
-            return
-        self._drawing[command.request_id] = (params, command.seed)
+        return self.scheduler.submit(
+            request,
+            outputs=command.outputs,
+            sample_index=command.sample_index,
+            charged=command.charged,
+            served=command.served,
+            now=self._clock(),
+        )
 
     def _refuse(self, command: Submit, message: str) -> None:
         first = len(command.outputs)
@@ -411,6 +416,11 @@ class StepLoop:
             unused_tokens=pool.num_entries * pool.page_size
             - sum([s.computed for s in scheduler.running]),
         )
+
+
+def _not_set_up(command: Submit, error: Exception) -> str:
+    logger.exception("Request %s could not be set up", command.request_id)
+    return f"The request could not be set up ({type(error).__name__})."
 
 
 def _still_running(plan: Plan) -> Plan:
