@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 
 from turnstile.core.admission import AdmissionPolicy, Candidate
 from turnstile.core.attendance import Attendance
@@ -40,17 +40,11 @@ def exact_weight(weight: float) -> bool:
 
 
 class _UpToDate(AdmissionPolicy):
-    """Another policy, which finds everybody as long as they really are.
-
-    It is not asked where all who run could have all they may use at the same time: then every
-    policy says yes, as none counts with more.
-    """
+    """Another policy, which finds everybody as long as they really are once it looks at them."""
 
     def __init__(self, policy: AdmissionPolicy, catch_up: Callable[[], None]) -> None:
         self._policy = policy
         self._catch_up = catch_up
-        self.most = 0
-        """Pages that those who run may use in all, shared ones counted for each."""
         self.name = policy.name
         self.preempts = policy.preempts
         self.lockstep = policy.lockstep
@@ -69,20 +63,15 @@ class _UpToDate(AdmissionPolicy):
         reserve: int = 0,
         most: int | None = None,
     ) -> bool:
-        most = self.most + pages_at_most(candidate.sequence, pool.page_size)
-        if most + reserve <= pool.num_pages:
-            return True
-        self._catch_up()
-        return self._policy.fits(candidate, running, pool, reserve)
+        return self._policy.fits(candidate, self._caught_up(running), pool, reserve, most)
 
     def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
+        return self._policy.peak(candidate, self._caught_up(running), pool)
+
+    def _caught_up(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
+        """Those who run; nobody is made up for a policy that looks at none of them."""
         self._catch_up()
-        return self._policy.peak(candidate, running, pool)
-
-
-def pages_at_most(sequence: Sequence, page_size: int) -> int:
-    """Pages of a sequence at its longest, one more for rounding."""
-    return -(-(sequence.num_prompt + sequence.request.max_tokens) // page_size) + 1
+        yield from running
 
 
 class FastForward(Attendance):
@@ -154,7 +143,6 @@ class FastForward(Attendance):
             self._try_sleep(chunk.sequence)
 
     def started(self, sequence: Sequence) -> None:
-        self.admission.most += pages_at_most(sequence, self.books.pool.page_size)
         self._admissions += 1
         self._awake[sequence] = self._places[sequence] = self._admissions
 
@@ -162,7 +150,6 @@ class FastForward(Attendance):
         self._wake(sequence)
         self._awake.pop(sequence, None)
         self._places.pop(sequence, None)
-        self.admission.most -= pages_at_most(sequence, self.books.pool.page_size)
 
     # -- steps of those asleep alone --------------------------------------------------------------
 
