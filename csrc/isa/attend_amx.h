@@ -8,30 +8,11 @@
 // the processor: the scores of one block are scaled while those of the next are multiplied.
 #pragma once
 
-#include <immintrin.h>
-
 #include "isa/attend_float.h"
 #include "isa/attend_int8.h"
+#include "isa/tiles.h"
 
 namespace turnstile::TURNSTILE_LEVEL {
-
-struct TileShape { int rows, bytes; };
-
-INLINE void shape_tiles(const TileShape (&tiles)[8]) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shape;
-  for (int tile = 0; tile < 8; ++tile) {
-    shape.rows[tile] = static_cast<uint8_t>(tiles[tile].rows);
-    shape.row_bytes[tile] = static_cast<uint16_t>(tiles[tile].bytes);
-  }
-  _tile_loadconfig(&shape);
-}
-
-// The compiler does not know that tile loads read memory.
-INLINE void tiles_see_memory() { asm volatile("" ::: "memory"); }
 
 // Scores of a block, by line, into their places; the largest of each line so far into `top`.
 INLINE void keep_score(const Scratch& s, int place, int block, Edge edge, F score, F* top) {

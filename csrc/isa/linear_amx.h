@@ -11,7 +11,7 @@
 // bfloat16 every height of a tile takes this path, so that a row does not know its neighbours.
 #pragma once
 
-#include <immintrin.h>
+#include "isa/tiles.h"
 
 namespace turnstile::TURNSTILE_LEVEL {
 
@@ -20,21 +20,11 @@ constexpr int kAmxRows = 2 * kTile;  // rows computed together
 // So few rows of int8 wait for the weights whichever way they are multiplied.
 constexpr int kFewRows = 4;
 
-// Tells the processor the shapes of the tiles for a block of `rows` rows. Clears all of them.
+// The tiles for a block of `rows` rows.
 INLINE void shape_tiles(int rows) {
-  struct alignas(64) {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  } shape;
-  const auto upper = static_cast<uint8_t>(rows < kTile ? rows : kTile);
-  const auto lower = static_cast<uint8_t>(rows - upper);
-  const uint8_t heights[8] = {upper, upper, lower, lower, upper, lower, kTile, kTile};
-  for (int tile = 0; tile < 8; ++tile) {
-    shape.rows[tile] = heights[tile];
-    shape.row_bytes[tile] = heights[tile] ? 64 : 0;
-  }
-  _tile_loadconfig(&shape);
+  const int upper = rows < kTile ? rows : kTile, lower = rows - upper;
+  const TileShape above{upper, 64}, below{lower, lower ? 64 : 0}, panel{kTile, 64};
+  shape_tiles({above, above, below, below, above, below, panel, panel});
 }
 
 struct Int8Tiles {
