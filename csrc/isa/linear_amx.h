@@ -49,8 +49,8 @@ INLINE bool fits_tiles(const LinearTask& task) {
 
 // Panel by panel, and for each all rows, block by block: a panel stays in the first-level cache, and while
 // its blocks are multiplied the next panel is fetched from memory, a share beside every tile. The rows of
-// one block are finished while the next is multiplied: the two use different units of the processor, and
-// the first takes as long as the second. All blocks have one height, so that the tiles keep their shape;
+// one block are finished between the tiles of the next, which use other units of the processor; how much
+// of it overlaps is in docs/performance.md. All blocks have one height, so that the tiles keep their shape;
 // the last block may begin with rows of the block before, which are then computed twice and finished once.
 template <class Tiles>
 static void linear_in_tiles(const LinearTask& task) {
