@@ -116,9 +116,11 @@ async def follow(
     return followed
 
 
-async def until(condition: Callable[[], bool], what: str, seconds: float = 120.0) -> None:
+async def until(
+    condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 120.0
+) -> None:
     """Wait for a condition; fail with ``what`` if it does not come."""
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, what
+        assert time.monotonic() < end, what if isinstance(what, str) else what()
         await asyncio.sleep(0.005)

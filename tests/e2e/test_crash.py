@@ -24,10 +24,12 @@ from turnstile.models.default_model import NAME
 pytestmark = [pytest.mark.e2e, pytest.mark.model, pytest.mark.timeout(600)]
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-TOKENS = 88
+TOKENS = 100
 """Outputs of each stream of the crowd."""
 OUT, TO_COME = 5, 20
 """Tokens a stream has out, and has still to come, when the engine is killed."""
+LONG = 2
+"""Long prompts among the late ones; with the crowd they fill the slots."""
 SLOTS = 57
 BUDGET = 128
 """Tokens of a step: so few that a long prompt is in its prefill whenever one looks."""
@@ -71,8 +73,9 @@ def crowd() -> list[Order]:
 def late() -> list[Order]:
     """What comes just before the kill: two long prompts that will be in their prefill (one of
     them two samples that have not forked), and four that find no slot, one of them not a stream.
+    The first :data:`LONG` are the long ones.
     """
-    long = " ".join(f"line {number} of the long report;" for number in range(300))
+    long = " ".join(f"line {number} of the long report;" for number in range(400))
     body = {"max_tokens": 8, "ignore_eos": True, "seed": 7}
     return [
         Order("mid-prefill", COMPLETIONS, {**body, "prompt": "A: " + long, "temperature": 0}),
@@ -110,7 +113,7 @@ class Kill:
     def __init__(self, server: ServerProcess) -> None:
         self.server = server
         self.pid = engine_of(server)["pid"]
-        self.late_task: asyncio.Task[list[Followed]] | None = None
+        self.late: list[asyncio.Task[list[Followed]]] = []
         self.at_kill: list[list[int]] = []
         self.seconds_down = self.seconds_silent = 0.0
 
@@ -118,10 +121,11 @@ class Kill:
         await until(
             lambda: all(min(each.chunks) >= OUT for each in followed), "the crowd does not run"
         )
-        self.late_task = asyncio.create_task(follow(self.server.url, late()))
-        await until(self._all_in, "the late ones are not where they should be")
+        # One kind after the other: a short prompt would overtake a long one and take its slot.
+        await self._join(late()[:LONG], prefill=LONG, queued=0)
+        await self._join(late()[LONG:], prefill=LONG, queued=len(late()) - LONG)
         self.at_kill = [list(each.chunks) for each in followed]
-        assert not self.late_task.done()
+        assert not any(task.done() for task in self.late)
         os.kill(self.pid, signal.SIGKILL)
         began = time.monotonic()
         await until(lambda: self._ready() != 200, "nobody noticed the kill")
@@ -139,10 +143,18 @@ class Kill:
     def _ready(self) -> int:
         return self.server.http.get("/readyz").status_code
 
-    def _all_in(self) -> bool:
-        alive = self.server.http.get("/v1/requests?state=alive").json()["data"]
-        states = Counter(request["state"] for request in alive)
-        return states["prefill"] == 2 and states["queued"] == 4
+    async def _join(self, orders: list[Order], **wanted: int) -> None:
+        """Send these, and wait until so many requests are in each state."""
+        self.late.append(asyncio.create_task(follow(self.server.url, orders)))
+        states: Counter[str] = Counter()
+
+        def all_in() -> bool:
+            nonlocal states
+            alive = self.server.http.get("/v1/requests?state=alive").json()["data"]
+            states = Counter(request["state"] for request in alive)
+            return all(states[state] == count for state, count in wanted.items())
+
+        await until(all_in, lambda: f"wanted {wanted}, last seen {dict(states)}")
 
 
 def engine_of(server: ServerProcess) -> dict[str, Any]:
@@ -173,8 +185,7 @@ def test_fifty_streams_go_on_through_kill_9_with_the_answers_of_an_undisturbed_r
 
     async def disturbed() -> tuple[list[Followed], list[Followed]]:
         followed = await follow(server.url, orders, kill)
-        assert kill.late_task is not None
-        return followed, await kill.late_task
+        return followed, [each for task in kill.late for each in await task]
 
     survived, survived_late = asyncio.run(disturbed())
     engine = engine_of(server)
