@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench.fake_server import FakeServer, Stream, in_a_thread, respond
-from turnstile.cli.main import main
+from turnstile.cli.main import EXIT_USAGE, main
 
 NOBODY = ["--url", "http://127.0.0.1:9"]
 
@@ -48,7 +48,7 @@ NOBODY = ["--url", "http://127.0.0.1:9"]
 def test_what_cannot_be_measured_is_told_in_one_line_before_anybody_is_asked(
     words: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *words.split(), *NOBODY]) == 1
+    assert main(["bench", *words.split(), *NOBODY]) == EXIT_USAGE
     said = capsys.readouterr().err
     assert said.startswith(f"turnstile: {told}")
     assert said.count("\n") == 1
@@ -98,7 +98,8 @@ def test_results_of_different_work_are_not_compared_and_what_differs_is_named(
         work = {"name": "W1*", "summary": f"{users} users", "users": users, "rate": None}
         result = {"format": "turnstile-bench-1", "workload": work, "length_seed": users}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert main(["bench", "compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 1
+    names = [str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    assert main(["bench", "compare", *names]) == EXIT_USAGE
     assert capsys.readouterr().err == (
         "turnstile: The results are of different work: users 4 and 8; length seed 4 and 8.\n"
     )

@@ -16,7 +16,7 @@ from turnstile.bench.client import ServerError, wait_until_ready
 from turnstile.bench.drive import Driver
 from turnstile.bench.metrics import Figures, measure
 from turnstile.bench.plan import Planned
-from turnstile.cli.main import main
+from turnstile.cli.main import EXIT_USAGE, main
 
 
 async def answer_at_once(body: dict[str, Any], stream: Stream) -> None:
@@ -98,7 +98,7 @@ def test_repetitions_have_the_same_lengths_and_fresh_text(
     assert main(["bench", "compare", str(file), str(file)]) == 0
     assert "1.000" in capsys.readouterr().out
     (wrong := tmp_path / "wrong.json").write_text("{}")
-    assert main(["bench", "compare", str(file), str(wrong)]) == 1
+    assert main(["bench", "compare", str(file), str(wrong)]) == EXIT_USAGE
     assert capsys.readouterr().err == (
         f"turnstile: {wrong} is not a result of turnstile bench serve.\n"
     )

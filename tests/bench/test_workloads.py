@@ -17,7 +17,7 @@ from turnstile.bench.arrivals import OpenLoop, Ramp
 from turnstile.bench.corpus import Prose
 from turnstile.bench.datasets import DatasetError, FileDataset
 from turnstile.bench.lengths import LengthError, parse_lengths
-from turnstile.bench.plan import Planned, plan
+from turnstile.bench.plan import PassageError, Planned, passage, plan
 from turnstile.bench.workloads import Workload, choose, load
 from turnstile.cli.bench.options import Load
 from turnstile.cli.bench.work import Work
@@ -104,6 +104,14 @@ def test_random_lengths_lie_in_their_range_and_the_text_is_prose() -> None:
     assert {p.output_tokens for p in made} <= set(range(5, 16))
     with pytest.raises(ValueError, match="range-ratio"):
         Work(dataset_name="random", random_range_ratio=1.0).chosen("W1")
+
+
+def test_a_server_that_counts_too_few_tokens_is_told_so_and_not_asked_for_ever() -> None:
+    async def one(_: str) -> list[int]:
+        return [1]
+
+    with pytest.raises(PassageError, match="fewer than the 32 of a prompt"):
+        asyncio.run(passage(one, Prose(0), 32))
 
 
 def test_a_changed_workload_is_titled_by_what_it_is_now() -> None:

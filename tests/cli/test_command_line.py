@@ -171,11 +171,26 @@ def test_a_wrong_flag_is_one_line_and_exit_code_2(
         (["--max-num-seqs", "9", "--max-num-batched-tokens", "5"], "--max-num-batched-tokens"),
         (["--page-size", "0"], "--page-size"),
         (["--gpu-memory-utilization", "2"], "--gpu-memory-utilization"),
+        (["--config", "/no/such/settings.toml"], "/no/such/settings.toml"),
+    ],
+)
+def test_settings_that_cannot_work_are_one_line_and_exit_code_2(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+) -> None:
+    assert main(["serve", *arguments]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
         (["no-such-model", "--port", "0"], "no-such-model"),
         (["--uds", "/no/such/directory/socket"], "/no/such/directory"),
     ],
 )
-def test_what_cannot_work_is_one_line_and_no_traceback(
+def test_what_the_machine_lacks_is_one_line_and_no_traceback(
     capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
 ) -> None:
     assert main(["serve", *arguments]) == 1

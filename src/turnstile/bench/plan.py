@@ -13,6 +13,13 @@ from turnstile.bench.workloads import Workload
 Tokenize = Callable[[str], Awaitable[list[int]]]
 Decode = Callable[[list[int]], Awaitable[str]]
 
+_MOST_TRIES = 5
+"""Up to 16 words a token."""
+
+
+class PassageError(RuntimeError):
+    """No prompt of the length wanted can be made; the message says why."""
+
 
 @dataclass(frozen=True, slots=True)
 class Planned:
@@ -103,10 +110,17 @@ async def with_text(plan: Sequence[Planned], decode: Decode) -> list[Planned]:
 
 
 async def passage(tokenize: Tokenize, prose: Prose, count: int) -> list[int]:
-    """Return the first `count` token ids of a passage that begins where none has begun before."""
+    """Return the first `count` token ids of a passage that begins where none has begun before.
+
+    Raises :class:`PassageError` where the server's tokenizer makes far fewer tokens than words.
+    """
     start, words = prose.next_start(), count + 8
-    while True:
+    for _ in range(_MOST_TRIES):
         ids = await tokenize(" ".join(prose.words(start, words)))
         if len(ids) >= count:
             return ids[:count]
-        words *= 2  # a tokenizer with tokens longer than words, which none known has
+        words *= 2  # tokens longer than words: no tokenizer known has many
+    raise PassageError(
+        f"{words // 2} words of prose make {len(ids)} tokens, fewer than the {count} of a prompt: "
+        "the server's tokenizer does not count as one should."
+    )

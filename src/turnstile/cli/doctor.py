@@ -172,7 +172,7 @@ def check_disk() -> Finding:
 
 def check_port(host: str, port: int) -> Finding:
     """Try to listen there."""
-    from turnstile.server.binding import bind
+    from turnstile.server.binding import BindError, bind
     from turnstile.server.config import ConfigError, ServerConfig
 
     # Who may call is settled by flags that this verb is not given.
@@ -181,7 +181,7 @@ def check_port(host: str, port: int) -> Finding:
         config.check()
         with bind(config) as listener:
             family = "IPv6" if listener.family == socket.AF_INET6 else "IPv4"
-    except ConfigError as error:
+    except (ConfigError, BindError) as error:
         return Finding("port", "bad", f"{host}:{port} cannot be had", str(error))
     return Finding("port", "ok", f"{host}:{port} is free ({family})")
 

@@ -13,6 +13,7 @@ from cyclopts.exceptions import CycloptsError, UnknownOptionError
 from turnstile import __version__
 from turnstile.cli import settings
 
+EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
@@ -47,7 +48,9 @@ def make_app() -> App:
 def main(arguments: Sequence[str]) -> int:
     """Run a command line; returns the exit code.
 
-    What the user can mend is told in one line on standard error; ``--debug`` shows the traceback.
+    What goes wrong is told in one line on standard error; ``--debug`` shows the traceback. The code
+    is 2 where what was given cannot work (flags, variables, files of settings), whatever the
+    machine does: to try again is of no use, and a service manager should not. Else it is 1.
     """
     tokens = [token for token in arguments if token != "--debug"]
     debug = len(tokens) < len(arguments)
@@ -62,11 +65,11 @@ def main(arguments: Sequence[str]) -> int:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()  # nobody reads us any more; there is nothing left to say
-        return 1
+        return EXIT_FAILED
     except Exception as error:
         if debug:
             raise
-        return _complain(describe(error), 1)
+        return _complain(describe(error), EXIT_USAGE if _is_usage(error) else EXIT_FAILED)
     return result if isinstance(result, int) else 0
 
 
@@ -92,10 +95,19 @@ def _search(app: App, verb: str, word: str) -> int:
     return 0
 
 
+def _is_usage(error: Exception) -> bool:
+    """Whether it complains of what was given: such errors of ours are values that are wrong."""
+    return isinstance(error, ValueError) and _is_ours(error)
+
+
+def _is_ours(error: Exception) -> bool:
+    return type(error).__module__.startswith("turnstile.")
+
+
 def describe(error: Exception) -> str:
     """One line for people: our own errors are sentences already, others get their type's name."""
     text = " ".join(str(error).split())
-    if type(error).__module__.startswith("turnstile."):
+    if _is_ours(error):
         return text
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""

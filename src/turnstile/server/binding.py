@@ -8,7 +8,7 @@ import socket
 import stat
 from pathlib import Path
 
-from turnstile.server.config import ConfigError, ServerConfig
+from turnstile.server.config import ServerConfig
 
 _BACKLOG = 2048
 _UNSENT = 64 << 10
@@ -16,7 +16,7 @@ _UNSENT = 64 << 10
 megabytes a connection: a thousand stalled readers would cost gigabytes, and be noticed late."""
 
 
-class BindError(ConfigError):
+class BindError(RuntimeError):
     """The address cannot be listened on; the message says why and what to do."""
 
 
