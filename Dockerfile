@@ -4,9 +4,8 @@
 #   docker run --rm -p 127.0.0.1:8000:8000 -e TURNSTILE_API_KEY=secret -v turnstile:/models \
 #     --stop-timeout 45 turnstile
 #
-# The container listens on all its addresses, so it needs a key. TORCH_INDEX may name an index with
-# the CPU build of torch; without one the image carries gigabytes of CUDA that nobody uses. Docker
-# waits 10 s after SIGTERM, less than streams may take to end (--shutdown-timeout, 30 s): hence
+# The container listens on all its addresses, so it needs a key. There is no torch in the image: the
+# native kernels serve without it. Docker waits 10 s after SIGTERM, less than streams may take to end (--shutdown-timeout, 30 s): hence
 # --stop-timeout (in Kubernetes terminationGracePeriodSeconds). With --read-only add --tmpfs /tmp.
 
 FROM python:3.11-slim AS build
@@ -14,13 +13,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /source
 RUN python -m venv /opt/turnstile
 ENV PATH=/opt/turnstile/bin:$PATH PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
-ARG TORCH_INDEX=""
-COPY constraints.txt ./
-RUN grep '^torch==' constraints.txt > torch.txt \
-    && pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} -r torch.txt
 COPY csrc csrc
 RUN pip install ./csrc
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml constraints.txt README.md LICENSE ./
 COPY src src
 RUN pip install -c constraints.txt .
 

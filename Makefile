@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt $(NATIVE)
 	@echo "Installing into $(VENV); the first time takes a few minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,bench]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[torch,dev,bench]'
 	@echo "Building the native kernels (a minute or more)..."
 	@$(BIN)/python -m pip install --quiet ./csrc >$(VENV)/native-build.log 2>&1 \
 		&& echo "The native kernels are built." \

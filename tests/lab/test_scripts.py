@@ -37,6 +37,8 @@ def test_a_claim_that_fails_is_told_by_the_exit_code(
     from turnstile.lab.story import Part
 
     class Broken:
+        missing = None
+
         def run(self, model: object) -> Part:
             part = Part("broken", "Broken")
             part.claim("one is two", False)

@@ -26,7 +26,7 @@ Verdict = Literal["ok", "note", "bad"]
 _VECTOR = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8", "asimddp")
 _DISK = 2 * 2**30
 _MEMORY = 2 * 2**30
-_PACKAGES = ("torch", "starlette", "uvicorn", "uvloop", "msgspec", "tokenizers")
+_PACKAGES = ("numpy", "starlette", "uvicorn", "uvloop", "msgspec", "tokenizers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,16 @@ def check_packages() -> Finding:
 
 def check_torch() -> Finding:
     """Load torch and look for a GPU."""
+    # The native kernels serve without it.
+    without: Verdict = "bad" if find_spec("turnstile_kernels") is None else "note"
     try:
         import torch
+    except ModuleNotFoundError:
+        advice = "pip install torch, for a GPU or the reference kernels."
+        return Finding("torch", without, "not installed", advice)
     except (ImportError, OSError) as error:
-        # The native kernels serve without it; a GPU and the reference need it.
-        return Finding(
-            "torch", "bad" if find_spec("turnstile_kernels") is None else "note",
-            f"cannot be loaded: {error}", "Reinstall torch for this CPU.",
-        )  # fmt: skip
+        advice = "Reinstall torch for this CPU."
+        return Finding("torch", without, f"cannot be loaded: {error}", advice)
     if torch.cuda.is_available():
         return Finding("torch", "ok", f"{torch.__version__}, GPU {torch.cuda.get_device_name(0)}")
     return Finding("torch", "ok", f"{torch.__version__}, no GPU: serving on the CPU")

@@ -109,6 +109,8 @@ def describe(error: Exception) -> str:
     text = " ".join(str(error).split())
     if _is_ours(error):
         return text
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"This needs the package {error.name}, which is not installed."
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}."

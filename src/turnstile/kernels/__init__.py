@@ -61,7 +61,9 @@ def create_backend(
         try:
             module = importlib.import_module(f"turnstile.kernels.{each}")
         except (ImportError, OSError) as error:  # a package is missing, or its libraries are
-            refusals.append(f"{each}: {error}")
+            gone = error.name if isinstance(error, ModuleNotFoundError) else None
+            why = f"needs {gone}, which is not installed" if gone else str(error)
+            refusals.append(f"{each}: {why}")
             continue
         refusal = module.refusal(device, weight_format, kv_dtype)
         if refusal is None:

@@ -24,6 +24,10 @@ class UnknownPartError(ValueError):
     """There is no part of that name."""
 
 
+class MissingPackageError(RuntimeError):
+    """A part needs a package that is not installed."""
+
+
 class PageError(ValueError):
     """The page cannot be written there."""
 
@@ -58,6 +62,8 @@ def run_parts(
     ------
     UnknownPartError
         Naming what there is.
+    MissingPackageError
+        A part cannot be run here.
     PageError
         ``html`` is not a place for a file.
     """
@@ -65,6 +71,11 @@ def run_parts(
     for name in wanted:
         if name not in PARTS:
             raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
+        if missing := PARTS[name].missing:
+            raise MissingPackageError(
+                f"The part {name!r} needs {missing}, which is not installed (pip install "
+                f"{missing}); the other parts can be run by their names."
+            )
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         # Now, and not after minutes of work.
         raise PageError(f"--html {html}: that is no file in a directory that exists.")

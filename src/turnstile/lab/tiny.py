@@ -7,7 +7,7 @@ decoding wanders instead of repeating itself.
 
 from __future__ import annotations
 
-import torch
+import numpy as np
 
 from turnstile.kernels.base import (
     AttentionShape,
@@ -55,16 +55,15 @@ def tiny_config() -> ModelConfig:
 def make_tiny(backend: Backend, seed: int = 0) -> Decoder:
     """The tiny model on ``backend``; the same weights for the same ``seed``."""
     config = tiny_config()
-    random = torch.Generator().manual_seed(seed)
+    random = np.random.default_rng(seed)
 
     def matrix(outputs: int, inputs: int, scale: float = 1.5) -> Matrix:
-        values = torch.randn(outputs, inputs, generator=random) * (scale * inputs**-0.5)
-        floats: FloatArray = values.numpy()
+        floats: FloatArray = random.standard_normal((outputs, inputs), np.float32)
+        floats *= np.float32(scale * inputs**-0.5)
         return floats if backend.load_format == "float32" else bfloat16_bits(floats)
 
     def norm(size: int) -> FloatArray:
-        values: FloatArray = (1 + 0.1 * torch.randn(size, generator=random)).numpy()
-        return values
+        return 1 + np.float32(0.1) * random.standard_normal(size, np.float32)
 
     inv_freq, rope_scale = frequencies(config.rope)
     q, kv = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM

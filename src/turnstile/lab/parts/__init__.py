@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from dataclasses import dataclass
 
 from turnstile.lab.model import LabModel
@@ -11,12 +12,23 @@ from turnstile.lab.story import Part
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A part that can be run: ``FUNCTION`` of ``turnstile.lab.parts.MODULE``."""
+    """A part that can be run: ``FUNCTION`` of ``turnstile.lab.parts.MODULE``.
+
+    ``package``: what has to be installed for it, beyond what Turnstile always needs.
+    """
 
     name: str
     title: str
     module: str
     function: str = "run"
+    package: str | None = None
+
+    @property
+    def missing(self) -> str | None:
+        """The package that it needs and that is not installed."""
+        if self.package is None or importlib.util.find_spec(self.package) is not None:
+            return None
+        return self.package
 
     def run(self, model: LabModel) -> Part:
         """Compute the part. What it claims is checked by the caller."""
@@ -29,7 +41,7 @@ class Entry:
 ENTRIES = (
     Entry("batching", "Static batching against continuous batching", "batching"),
     Entry("memory", "A contiguous cache against pages", "memory"),
-    Entry("attention", "Attention over pages, in three forms", "attention"),
+    Entry("attention", "Attention over pages, in three forms", "attention", package="torch"),
     Entry("prefix", "A prefix that everybody shares", "prefix"),
     Entry("users", "A hundred users", "users"),
     Entry("capacity", "How many users the same memory holds", "capacity"),
