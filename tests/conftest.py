@@ -10,7 +10,7 @@ import pytest
 from hypothesis import settings
 
 from e2e.harness import ServerProcess
-from e2e.pool import ServerPool, Srv, check_after, engine_pid, flags
+from e2e.pool import ServerPool, Srv, check_after, flags
 from tiny_models import make_tiny_llama
 
 # How long an example takes is the machine's business: timing is benchmarked, not tested. A run of
@@ -42,7 +42,7 @@ def srv(server_pool: ServerPool, tiny: Path) -> Iterator[Srv]:
 
     def get(model: str | Path | None = None, **words: Any) -> ServerProcess:
         server = server_pool.get(model or tiny, flags(**words))
-        used.setdefault(server, engine_pid(server))
+        used.setdefault(server, server.engine_pid)
         return server
 
     yield get

@@ -21,7 +21,7 @@ import pytest
 
 from cases.servers import Raw, occupied, queued, text, until
 from e2e.harness import PATIENCE, ServerProcess, free_port, text_of
-from e2e.pool import Srv, engine_pid, flags
+from e2e.pool import Srv, flags
 
 pytestmark = pytest.mark.e2e
 
@@ -246,7 +246,7 @@ def test_b85_when_the_engine_dies_all_seven_end_right(tiny: Path) -> None:
             pass
         expected = [text_of(events) for events in undisturbed[:6]]
         with seven(server) as results:
-            os.kill(engine_pid(server), signal.SIGKILL)
+            os.kill(server.engine_pid, signal.SIGKILL)
         for events in results[:6]:
             assert not any("error" in event for event in events)
         assert [text_of(events) for events in results[:6]] == expected
@@ -260,7 +260,7 @@ def test_b85_when_it_cannot_come_back_all_seven_are_told(tiny: Path, tmp_path: P
     with ServerProcess(model, **flags(pages=400, ctx=1024, seqs=5, max_restarts=1)) as server:
         with seven(server) as results:
             (model / "model.safetensors").unlink()
-            os.kill(engine_pid(server), signal.SIGKILL)
+            os.kill(server.engine_pid, signal.SIGKILL)
         for events in results[:6]:
             assert "error" in events[-1]
             reasons = [c["finish_reason"] for e in events[:-1] for c in e["choices"]]

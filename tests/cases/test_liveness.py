@@ -144,7 +144,7 @@ def test_a_step_that_does_not_end_shows_at_the_probes_and_the_stream_goes_on(
 ) -> None:
     body: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 1900, "ignore_eos": True, "seed": 3}
     alone = text_of(list(server.stream("/v1/completions", **body)))
-    engine = server.http.get("/server_info").json()["engine"]["pid"]
+    engine = server.engine_pid
     stream = server.stream("/v1/completions", **body)
     events = [next(stream)]
     os.kill(engine, signal.SIGSTOP)  # alive to the kernel, and no step ends

@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from e2e.harness import ServerProcess, text_of
-from e2e.pool import Srv, engine_pid
+from e2e.pool import Srv
 
 pytestmark = pytest.mark.e2e
 
@@ -174,7 +174,7 @@ def test_b45_max_tokens_0_without_echo_is_refused(server: ServerProcess) -> None
 
 
 def test_b77_a_request_for_the_whole_vocabulary_costs_nothing(server: ServerProcess) -> None:
-    process = psutil.Process(engine_pid(server))
+    process = psutil.Process(server.engine_pid)
     prompt = server.tokens(1500, seed=77)
     server.complete(prompt, echo=True, logprobs=20, max_tokens=1)
     before = process.memory_info().rss

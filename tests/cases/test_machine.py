@@ -271,7 +271,7 @@ def test_the_engine_offers_itself_above_whatever_the_container_set(
 @pytest.mark.e2e
 def test_when_memory_runs_out_the_engine_goes_first(pinned: ServerProcess) -> None:
     parent, *children = processes(pinned)
-    engine = pinned.http.get("/server_info").json()["engine"]["pid"]
+    engine = pinned.engine_pid
     assert engine in [child.pid for child in children]
 
     def adjustment(pid: int) -> int:

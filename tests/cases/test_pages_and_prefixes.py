@@ -12,7 +12,7 @@ import pytest
 
 from cases.servers import Raw, preemptions, teach_short_outputs, text
 from e2e.harness import ServerProcess
-from e2e.pool import Srv, engine_pid
+from e2e.pool import Srv
 from turnstile.core.pages import PagePool
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.request import Request, Sequence
@@ -355,7 +355,7 @@ def test_b29_hits_shrink_from_the_tail(srv: Srv, others: int) -> None:
 
 def test_b31_memory_is_taken_once_and_does_not_grow(srv: Srv) -> None:
     server = srv(pages=64)
-    processes = [psutil.Process(server.process.pid), psutil.Process(engine_pid(server))]
+    processes = [psutil.Process(server.process.pid), psutil.Process(server.engine_pid)]
 
     def load(first: int, count: int) -> None:
         def one(k: int) -> int:

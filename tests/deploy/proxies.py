@@ -18,7 +18,7 @@ from typing import Self
 
 import httpx
 
-from e2e.harness import ROOT
+from e2e.harness import ROOT, free_port
 
 PROXIES = ("nginx", "haproxy", "caddy")
 FILES = {"nginx": "nginx.conf", "haproxy": "haproxy.cfg", "caddy": "Caddyfile"}
@@ -49,11 +49,6 @@ http {{
 def program(name: str) -> str | None:
     """Where a proxy is; Debian keeps some where only root looks."""
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def replaced(text: str, *pairs: tuple[str, str]) -> str:

@@ -17,11 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from deploy.proxies import free_port
-from e2e.harness import ROOT, ServerProcess
+from e2e.harness import PATIENCE, ROOT, SCRIPTED, ServerProcess, free_port
 from turnstile.server.config import ServerConfig
 
-SCRIPTED = (sys.executable, str(ROOT / "tests/e2e/scripted.py"))
 UNIT = ROOT / "deploy/turnstile.service"
 
 
@@ -84,7 +82,7 @@ def test_the_image_starts_the_server_itself_and_as_nobody_in_particular() -> Non
 
 
 @pytest.mark.e2e
-def test_the_health_check_says_whether_the_server_lives(tiny: Path) -> None:
+def test_the_health_check_says_whether_the_server_lives(tiny: Path, tmp_path: Path) -> None:
     command = json.loads(dict(instructions())["HEALTHCHECK"].partition("CMD ")[2])
     assert command[0] == "python"
     port = free_port()
@@ -97,7 +95,8 @@ def test_the_health_check_says_whether_the_server_lives(tiny: Path) -> None:
         return done.returncode
 
     assert check() != 0
-    env = {"TEST_START": "60"}
+    (hold := tmp_path / "hold").touch()
+    env = {"TEST_HOLD": str(hold)}
     with ServerProcess(tiny, command=SCRIPTED, env=env, port=port, wait=False):
         assert check() == 0, "loading is no reason to be killed"
 
@@ -150,7 +149,7 @@ def test_systemd_hears_that_it_is_ready_that_it_lives_and_that_it_stops(
 ) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(20)
+        listener.settimeout(PATIENCE)
         env = {"NOTIFY_SOCKET": str(tmp_path / "notify"), "WATCHDOG_USEC": "30000000"}
         with ServerProcess(tiny, command=SCRIPTED, env=env, canary=False) as server:
             heard = [listener.recv(100)]
@@ -168,7 +167,7 @@ def test_systemd_hears_that_it_is_ready_that_it_lives_and_that_it_stops(
 def test_a_watchdog_that_is_somebody_elses_hears_nothing(tiny: Path, tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as listener:
         listener.bind(str(tmp_path / "notify"))
-        listener.settimeout(20)
+        listener.settimeout(PATIENCE)
         env = {
             "NOTIFY_SOCKET": str(tmp_path / "notify"),
             "WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,11 +15,10 @@ import pytest
 import try_dashboard
 import yaml
 
-from deploy.proxies import free_port, replaced
-from e2e.harness import ROOT, ServerProcess
+from deploy.proxies import replaced
+from e2e.harness import FAKED, ROOT, ServerProcess, free_port
 
 HERE = ROOT / "deploy/prometheus"
-FAKED = (sys.executable, str(ROOT / "tests/e2e/faked.py"))
 
 
 def promtool(*arguments: str, text: str | None = None) -> subprocess.CompletedProcess[str]:

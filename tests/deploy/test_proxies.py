@@ -12,9 +12,8 @@ import signal
 import socket
 import ssl
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ import httpx
 import psutil
 import pytest
 
-from deploy.proxies import PROXIES, SILENCE, Proxy, configure, free_port, program
-from e2e.harness import ROOT, ServerProcess
+from deploy.proxies import PROXIES, SILENCE, Proxy, configure, program
+from e2e.harness import FAKED, ServerProcess, free_port, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
-FAKED = (sys.executable, str(ROOT / "tests/e2e/faked.py"))
 SLOTS, QUEUE = 2, 1
 KEY = "sk-plenty"
 TENANTS = """
@@ -104,13 +102,6 @@ def client(proxy: Proxy, server: ServerProcess) -> Iterator[httpx.Client]:
     server.idle()
 
 
-def until(condition: Callable[[], object], what: str, seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.02)
-
-
 def body(**fields: Any) -> dict[str, Any]:
     whole = {"prompt": [40] * 9, "max_tokens": 400, "ignore_eos": True, "stream": True} | fields
     return whole | ({"stream_options": {"include_usage": True}} if whole["stream"] else {})
@@ -179,10 +170,10 @@ def test_a_client_that_leaves_frees_its_request(
         guest.close()
         # Long before their ends, of which each is 38 s away.
         if state == "queued":
-            until(lambda: server.metric(waiting) == 0, "it still waits", 10.0)
+            until(lambda: server.metric(waiting) == 0, "it still waits", 20.0)
             assert running(server) == SLOTS
         else:
-            until(lambda: running(server) == 0, "it still runs", 10.0)
+            until(lambda: running(server) == 0, "it still runs", 20.0)
         assert server.metric("turnstile_requests_total", outcome="abort") == aborted + 1
 
 
@@ -205,17 +196,14 @@ def raw(proxy: Proxy, content: dict[str, Any]) -> socket.socket:
 def test_a_stream_outlives_silence_longer_than_the_proxys_timeout(
     hasty: httpx.Client, server: ServerProcess
 ) -> None:
-    engine = server.http.get("/server_info").json()["engine"]["pid"]
-    with hasty.stream("POST", "/v1/completions", json=body(max_tokens=60)) as answer:
-        lines = answer.iter_lines()
-        first = next(lines)
-        os.kill(engine, signal.SIGSTOP)
-        try:
+    with contextlib.ExitStack() as asking:
+        with server.frozen():
+            ask = hasty.stream("POST", "/v1/completions", json=body(max_tokens=10))
+            lines = asking.enter_context(ask).iter_lines()
             time.sleep(SILENCE + 1.0)
-        finally:
-            os.kill(engine, signal.SIGCONT)
-        told = [first, *lines]
+        told = list(lines)
     assert ": keep-alive" in told
+    assert tokens(told) == 10
     assert told[-2:] == ["data: [DONE]", ""] or told[-1] == "data: [DONE]"
 
 
@@ -235,7 +223,6 @@ def test_refusals_pass_with_all_they_say(client: httpx.Client, server: ServerPro
     until(
         lambda: client.post("/v1/completions", json=whole, headers=scarce).status_code == 429,
         "it is never refused",
-        5.0,
     )
     answer = client.post("/v1/completions", json=whole, headers=scarce)
     assert answer.json()["error"]["code"] == "rate_limit_exceeded"
@@ -346,17 +333,17 @@ def test_a_server_that_drains_says_so_and_ends_its_streams(
         Proxy(name, tmp_path, server.url.removeprefix("http://")) as proxy,
         proxy.client(KEY) as client,
     ):
-        with client.stream("POST", "/v1/completions", json=body(max_tokens=100)) as answer:
-            lines = answer.iter_lines()
-            first = next(lines)
-            server.signal(signal.SIGTERM)
-            until(lambda: client.get("/readyz").status_code == 503, "it does not drain")
-            late = client.post("/v1/completions", json=body())
-            assert late.status_code == 503
-            assert late.json()["error"]["code"] == "shutting_down"
-            assert int(late.headers["retry-after"]) > 0
-            told = [first, *lines]
-        assert tokens(told) == 100
+        with contextlib.ExitStack() as asking:
+            with server.frozen():
+                ask = client.stream("POST", "/v1/completions", json=body(max_tokens=20))
+                lines = asking.enter_context(ask).iter_lines()
+                server.signal(signal.SIGTERM)
+                until(lambda: client.get("/readyz").status_code == 503, "it does not drain")
+                late = client.post("/v1/completions", json=body())
+                assert late.status_code == 503
+                assert late.json()["error"]["code"] == "shutting_down"
+                assert int(late.headers["retry-after"]) > 0
+            assert tokens(list(lines)) == 20
         assert server.wait() == 0
         gone = client.post("/v1/completions", json=body())
         assert gone.status_code == 503

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -29,6 +29,10 @@ import httpx
 
 ROOT = Path(__file__).parents[2]
 TURNSTILE = (sys.executable, "-m", "turnstile")
+SCRIPTED = (sys.executable, str(ROOT / "tests/e2e/scripted.py"))
+"""The engine is a script in the API process; the environment says how it behaves."""
+FAKED = (sys.executable, str(ROOT / "tests/e2e/faked.py"))
+"""A real engine process without a model; the environment says how fast, and when it is there."""
 START_SECONDS = 120.0
 PATIENCE = 60.0
 """Seconds to wait for what must come, on any machine."""
@@ -124,10 +128,15 @@ class ServerProcess:
         self.reconnect()
         if not self._wait:
             return
-        while self.http.get("/readyz").status_code != 200:
+        while not self._takes_requests():
             self._still_starting(end)
         if self._canary_wanted:
             self.canary = self._sing()
+
+    def _takes_requests(self) -> bool:
+        with contextlib.suppress(httpx.TransportError):  # it may have left: its log says why
+            return self.http.get("/readyz").status_code == 200
+        return False
 
     def reconnect(self) -> None:
         """Speak to it over fresh connections; those there were are closed."""
@@ -187,9 +196,39 @@ class ServerProcess:
             assert not buffer
 
     def gather(self, calls: list[Any]) -> list[Any]:
-        """Run calls at the same time; their results in order."""
+        """Run calls at the same time; their results in order. Who comes first, and whether they
+        meet at all, is the machine's business: see :meth:`together`.
+        """
         with ThreadPoolExecutor(len(calls)) as pool:
             return [future.result() for future in [pool.submit(call) for call in calls]]
+
+    def together(self, calls: list[Any]) -> list[Any]:
+        """The same, and all of them (a prompt each) are inside before the first is computed."""
+        accepted = self.metric("turnstile_gate_accepted_total") + len(calls)
+        with ThreadPoolExecutor(len(calls)) as pool:
+            with self.frozen():
+                futures = [pool.submit(call) for call in calls]
+                until(
+                    lambda: self.metric("turnstile_gate_accepted_total") >= accepted,
+                    "not all of them were let in",
+                )
+            return [future.result() for future in futures]
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[None]:
+        """In the block the engine stands still: a machine as slow as can be. The API goes on."""
+        engine = self.engine_pid
+        os.kill(engine, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(engine, signal.SIGCONT)
+
+    @property
+    def engine_pid(self) -> int:
+        """The process that computes."""
+        return int(self.http.get("/server_info").json()["engine"]["pid"])
 
     def tokens(self, count: int, seed: int) -> list[int]:
         """Valid ids that are not special, the same for the same seed."""
@@ -207,13 +246,14 @@ class ServerProcess:
 
     def idle(self, seconds: float = PATIENCE) -> Scrape:
         """Wait until nobody runs or waits; fail if that does not come. Returns what showed it."""
-        end = time.monotonic() + seconds
-        while True:
-            scrape = self.scrape()
-            if not any(scrape.total(name) for name in INSIDE):
-                return scrape
-            assert time.monotonic() < end, "requests are left behind"
-            time.sleep(0.02)
+        found: list[Scrape] = []
+
+        def nobody() -> bool:
+            found[:] = [self.scrape()]
+            return not any(found[0].total(name) for name in INSIDE)
+
+        until(nobody, "requests are left behind", seconds)
+        return found[0]
 
     def check(self) -> None:
         """Alive, healthy, right and soon, and nothing left behind (POST* of the reported cases)."""
@@ -254,6 +294,16 @@ class ServerProcess:
         if hasattr(self, "http"):
             self.http.close()
         self._log.close()
+
+
+def until(
+    condition: Callable[[], object], what: str = "it did not come", seconds: float = PATIENCE
+) -> None:
+    """Wait until something is true; fail with ``what`` if that does not come."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
 
 
 def _flags(settings: dict[str, Any]) -> list[str]:

@@ -72,14 +72,9 @@ class ServerPool:
         server.kill()
 
 
-def engine_pid(server: ServerProcess) -> int:
-    """The process that computes."""
-    return int(server.http.get("/server_info").json()["engine"]["pid"])
-
-
 def check_after(server: ServerProcess, pid: int) -> None:
     """What must hold after every case: healthy, the canary as before and soon, nobody runs or
     waits, no page held, free and cached are all there are, no traceback, the same processes.
     """
     server.check()
-    assert engine_pid(server) == pid, "the engine was restarted"
+    assert server.engine_pid == pid, "the engine was restarted"

@@ -1,15 +1,18 @@
 """``turnstile`` with a scripted engine: ``python scripted.py serve MODEL …``.
 
 For what concerns the process and not the model: signals, exit codes, sockets. The environment
-says how the engine behaves: TEST_START (seconds to load, or ``fail``), TEST_DELAY (seconds a
-step), TEST_DIE (seconds until it dies for good), TEST_STOP (seconds it takes to stop).
+says how the engine behaves: TEST_HOLD (a file; while it is there nothing is loaded and no step is
+done), TEST_START (``fail``: it cannot load), TEST_DELAY (seconds a step), TEST_STOP (seconds it
+takes to stop). At SIGUSR1 it dies for good.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import sys
+from pathlib import Path
 
 from server.fake_engine import FakeEngine
 from turnstile.cli import serve
@@ -18,25 +21,29 @@ from turnstile.engine.client import EngineState, EngineUnavailableError
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.protocol import EngineInfo, Loading
 
+HOLD = Path(os.environ.get("TEST_HOLD", os.devnull + "/none"))
+
 
 class ScriptedEngine(FakeEngine):
     """Says the alphabet."""
 
     async def start(self) -> EngineInfo:
-        how = os.environ.get("TEST_START", "0")
-        if how == "fail":
+        if os.environ.get("TEST_START") == "fail":
             raise EngineUnavailableError("The weights are damaged; fetch them again.", self.state)
-        for tenth in range(10):
-            self.loading = Loading(1, "reading weights", tenth / 10)
-            await asyncio.sleep(float(how) / 10)
+        self.loading = Loading(1, "reading weights", 0.5)
+        while HOLD.exists():
+            await asyncio.sleep(0.005)
         self.loading = None
-        if "TEST_DIE" in os.environ:
-            asyncio.get_running_loop().call_later(float(os.environ["TEST_DIE"]), self.die)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, self.die)
         return await super().start()
 
     async def stop(self, grace: float) -> None:
         await asyncio.sleep(float(os.environ.get("TEST_STOP", "0")))
         await super().stop(grace)
+
+    def _run_step(self) -> None:
+        if not HOLD.exists():
+            super()._run_step()
 
     def die(self) -> None:
         self.state = EngineState.DEAD

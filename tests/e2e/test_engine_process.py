@@ -97,7 +97,7 @@ def test_streams_survive_the_death_of_the_engine(launch: Launch) -> None:
         for k, prompt in enumerate(prompts)
     ]
     first = [next(stream) for stream in streams]
-    pid = server.http.get("/server_info").json()["engine"]["pid"]
+    pid = server.engine_pid
     os.kill(pid, signal.SIGKILL)
     rest = server.gather([lambda s=stream: list(s) for stream in streams])
     for k in range(4):
@@ -105,4 +105,4 @@ def test_streams_survive_the_death_of_the_engine(launch: Launch) -> None:
         assert not any("error" in event for event in events)
         assert text_of(events) == alone[k]
     assert server.metric("turnstile_engine_starts_total") == 2
-    assert server.http.get("/server_info").json()["engine"]["pid"] != pid
+    assert server.engine_pid != pid

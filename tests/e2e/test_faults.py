@@ -9,8 +9,6 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,8 @@ import httpx
 import pytest
 
 from e2e.following import Followed, Order, follow, until
-from e2e.harness import ServerProcess, text_of
+from e2e.harness import FAKED, ServerProcess, text_of
+from e2e.harness import until as wait_until
 from turnstile.engine.faults import Fault, fault_prompt
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
@@ -28,10 +27,6 @@ FAULTS = {"TURNSTILE_FAULTS": "1"}
 SMALL: dict[str, Any] = {
     "num_pages": 256, "max_num_seqs": 16, "max_num_batched_tokens": 64, "log_stats_interval": 0,
 }  # fmt: skip
-
-
-FAKED = (sys.executable, str(Path(__file__).with_name("faked.py")))
-"""Without a model: an engine that dies often should be back soon."""
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +125,7 @@ def test_an_engine_that_cannot_be_restarted_tells_everybody_and_leaves(
     tiny: Path, tmp_path: Path
 ) -> None:
     model = shutil.copytree(tiny, tmp_path / "model")
-    with ServerProcess(model, env=FAULTS, max_restarts=2, **SMALL) as server:
+    with ServerProcess(model, env=FAULTS, max_restarts=5, **SMALL) as server:
         slow = {"prompt": fault_prompt(Fault.SLOW), "max_tokens": 1000, "ignore_eos": True}
         orders = [
             Order("stream", "/v1/completions", slow),
@@ -142,7 +137,7 @@ def test_an_engine_that_cannot_be_restarted_tells_everybody_and_leaves(
         async def meanwhile(followed: list[Followed]) -> None:
             await until(lambda: min(followed[0].chunks + followed[1].chunks) > 2, "it does not run")
             (model / "model.safetensors").unlink()
-            os.kill(server.http.get("/server_info").json()["engine"]["pid"], signal.SIGKILL)
+            os.kill(server.engine_pid, signal.SIGKILL)
 
             def refused() -> bool:
                 answer = server.post("/v1/completions", prompt="x", max_tokens=1, timeout=5)
@@ -151,7 +146,7 @@ def test_an_engine_that_cannot_be_restarted_tells_everybody_and_leaves(
                 return bool(refusals)
 
             await until(lambda: server.http.get("/readyz").status_code == 503, "it is ready")
-            await asyncio.to_thread(lambda: _until_true(refused))
+            await asyncio.to_thread(lambda: wait_until(refused, "nobody is refused"))
 
         followed = asyncio.run(follow(server.url, orders, meanwhile))
         for each in followed:
@@ -165,29 +160,25 @@ def test_an_engine_that_cannot_be_restarted_tells_everybody_and_leaves(
         assert "Traceback" not in server.log
 
 
-def _until_true(condition: Any, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize(("signals", "code", "reason"), [(1, 0, "length"), (2, 130, "abort")])
 def test_signals_are_obeyed_while_the_engine_is_down(
-    tiny: Path, signals: int, code: int, reason: str
+    tiny: Path, tmp_path: Path, signals: int, code: int, reason: str
 ) -> None:
-    with ServerProcess(tiny, command=FAKED, env=FAULTS, canary=False, **SMALL) as server:
+    hold = tmp_path / "no engine is started while this file is there"
+    env = FAULTS | {"TEST_HOLD": str(hold)}
+    with ServerProcess(tiny, command=FAKED, env=env, canary=False, **SMALL) as server:
         body = {"prompt": fault_prompt(Fault.SLOW), "max_tokens": 60, "ignore_eos": True}
         stream = server.stream("/v1/completions", **body)
         events = [next(stream)]
-        os.kill(server.http.get("/server_info").json()["engine"]["pid"], signal.SIGKILL)
-        while server.http.get("/server_info").json()["engine_state"] != "recovering":
-            time.sleep(0.005)
+        hold.touch()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        wait_until(lambda: server.http.get("/readyz").json()["status"] == "recovering")
         server.signal(signal.SIGTERM)
+        wait_until(lambda: server.http.get("/readyz").json()["status"] == "draining")
         if signals == 2:
-            while server.http.get("/readyz").json()["status"] != "draining":
-                time.sleep(0.005)
             server.signal(signal.SIGTERM)
+        else:
+            hold.unlink()
         events += list(stream)
         assert events[-1]["choices"][0]["finish_reason"] == reason
         assert not any("error" in event for event in events)

@@ -10,9 +10,7 @@ import os
 import signal
 import socket
 import struct
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,20 +18,26 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
-from e2e.harness import ServerProcess
+from e2e.harness import FAKED, ServerProcess, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
 
-FAKED = (sys.executable, str(Path(__file__).with_name("faked.py")))
 SLOTS = 4
 STATES = ("queued", "mid-prefill", "decoding", "decoding pair", "unforked pair", "engine down")
 
 
 @pytest.fixture(scope="module")
-def server(tiny: Path) -> Iterator[ServerProcess]:
+def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file: while it is there no engine is started in place of one that died."""
+    return tmp_path_factory.mktemp("engine") / "hold"
+
+
+@pytest.fixture(scope="module")
+def server(tiny: Path, hold: Path) -> Iterator[ServerProcess]:
+    env = {"TEST_STEP": "0.02", "TEST_HOLD": str(hold)}
     with ServerProcess(
-        tiny, command=FAKED, env={"TURNSTILE_FAULTS": "1", "TEST_STEP": "0.02"}, num_pages=512,
-        max_num_seqs=SLOTS, max_num_batched_tokens=8, log_stats_interval=0, max_model_len=2048,
+        tiny, command=FAKED, env=env, num_pages=512, max_num_seqs=SLOTS,
+        max_num_batched_tokens=8, log_stats_interval=0, max_model_len=2048,
         stalled_reader_timeout=2, max_queue_wait=0,
     ) as running:  # fmt: skip
         yield running
@@ -61,19 +65,12 @@ def hang_up(client: socket.socket, *, reset: bool) -> None:
     client.close()
 
 
-def until(condition: Callable[[], bool], what: str) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, what
-        time.sleep(0.01)
-
-
 def load(server: ServerProcess) -> dict[str, Any]:
     found: dict[str, Any] = server.http.get("/load").json()
     return found
 
 
-def bring_into(server: ServerProcess, state: str, stream: bool) -> list[socket.socket]:
+def bring_into(server: ServerProcess, state: str, stream: bool, hold: Path) -> list[socket.socket]:
     """Requests, the last of them in the wanted state."""
     if state == "queued":
         clients = [post(server, prompt=[41 + k], max_tokens=1900) for k in range(SLOTS)]
@@ -95,7 +92,8 @@ def bring_into(server: ServerProcess, state: str, stream: bool) -> list[socket.s
             "it does not decode",
         )
     if state == "engine down":
-        os.kill(server.http.get("/server_info").json()["engine"]["pid"], signal.SIGKILL)
+        hold.touch()
+        os.kill(server.engine_pid, signal.SIGKILL)
         until(lambda: server.http.get("/readyz").status_code == 503, "it is not down")
     return clients
 
@@ -104,11 +102,11 @@ def bring_into(server: ServerProcess, state: str, stream: bool) -> list[socket.s
 @pytest.mark.parametrize("stream", [False, True], ids=["body", "stream"])
 @pytest.mark.parametrize("state", STATES)
 def test_who_leaves_takes_nothing_along(
-    server: ServerProcess, state: str, stream: bool, reset: bool
+    server: ServerProcess, hold: Path, state: str, stream: bool, reset: bool
 ) -> None:
     computed = server.metric("turnstile_prompt_tokens_total")
     aborted = server.metric("turnstile_requests_total", outcome="abort")
-    clients = bring_into(server, state, stream)
+    clients = bring_into(server, state, stream, hold)
     steps = server.metric("turnstile_steps_total")
     hang_up(clients.pop(), reset=reset)
     if clients:  # of the queue, at once: those who run stay
@@ -126,6 +124,7 @@ def test_who_leaves_takes_nothing_along(
         assert server.metric("turnstile_prompt_tokens_total") == computed
     ended = server.metric("turnstile_requests_total", outcome="abort") - aborted
     assert ended == 1 + (SLOTS if state == "queued" else 0)
+    hold.unlink(missing_ok=True)
     until(lambda: server.http.get("/readyz").status_code == 200, "it does not come back")
 
 

@@ -64,7 +64,7 @@ def test_a_burst_of_fifty_onto_a_queue_of_eight(launch: Launch) -> None:
     server = launch(
         num_pages=256, max_num_seqs=SLOTS, max_num_queued_reqs=QUEUE, served_model_name="tiny0"
     )
-    engine = server.http.get("/server_info").json()["engine"]["pid"]
+    engine = server.engine_pid
     answers = asyncio.run(burst(server, engine))
     statuses = [answer.status_code for answer in answers]
     assert statuses.count(200) == SLOTS + QUEUE

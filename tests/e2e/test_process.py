@@ -7,22 +7,27 @@ import os
 import signal
 import subprocess
 import sys
-import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from e2e.harness import PATIENCE, ROOT, ServerProcess, text_of
+from e2e.harness import ROOT, SCRIPTED, ServerProcess, text_of, until
 
 pytestmark = pytest.mark.e2e
 
-COMMAND = (sys.executable, str(Path(__file__).with_name("scripted.py")))
+
+@pytest.fixture
+def hold(tmp_path: Path) -> Path:
+    """A file: while it is there a scripted engine neither loads nor computes."""
+    return tmp_path / "hold"
 
 
-def scripted(model: Path, **settings: Any) -> ServerProcess:
-    return ServerProcess(model, command=COMMAND, **settings)
+def scripted(model: Path, hold: Path | None = None, **settings: Any) -> ServerProcess:
+    env = settings.pop("env", {}) | ({"TEST_HOLD": str(hold)} if hold else {})
+    return ServerProcess(model, command=SCRIPTED, env=env, **settings)
 
 
 def test_it_starts_serves_and_ends_with_code_0(tiny: Path) -> None:
@@ -39,17 +44,17 @@ def test_it_starts_serves_and_ends_with_code_0(tiny: Path) -> None:
         assert "Traceback" not in server.log
 
 
-def test_while_it_loads_it_answers_503(tiny: Path) -> None:
-    with scripted(tiny, env={"TEST_START": "1"}, wait=False) as server:
+def test_while_it_loads_it_answers_503(tiny: Path, hold: Path) -> None:
+    hold.touch()
+    with scripted(tiny, hold, wait=False) as server:
         answer = server.post("/v1/completions", prompt="hi")
         assert answer.status_code == 503
         assert answer.json()["error"]["code"] == "model_loading"
-        health = server.http.get("/health")
-        assert health.status_code == 503
-        assert health.json()["stage"] == "reading weights"
+        until(lambda: server.http.get("/health").json().get("stage") == "reading weights")
+        assert server.http.get("/health").status_code == 503
         assert server.http.get("/livez").status_code == 200
-        while server.http.get("/readyz").status_code != 200:
-            time.sleep(0.02)
+        hold.unlink()
+        until(lambda: server.http.get("/readyz").status_code == 200)
         assert server.complete("hi", max_tokens=1)[0] == 200
 
 
@@ -66,10 +71,7 @@ def test_sighup_reads_the_tenants_again_and_keeps_them_where_the_file_is_wrong(
         def reload(text: str, said: str) -> None:
             file.write_text(text)
             server.signal(signal.SIGHUP)
-            end = time.monotonic() + PATIENCE
-            while said not in server.log:
-                assert time.monotonic() < end, server.log
-                time.sleep(0.02)
+            until(lambda: said in server.log, f"it does not say {said!r}")
 
         assert (status("one"), status("two")) == (200, 401)
         reload('[tenants.a]\nkeys = ["two"]\n', "read again")
@@ -79,8 +81,10 @@ def test_sighup_reads_the_tenants_again_and_keeps_them_where_the_file_is_wrong(
         assert "Traceback" not in server.log
 
 
-def test_a_signal_while_loading_ends_it(tiny: Path) -> None:
-    with scripted(tiny, env={"TEST_START": "600"}, wait=False) as server:
+def test_a_signal_while_loading_ends_it(tiny: Path, hold: Path) -> None:
+    hold.touch()
+    with scripted(tiny, hold, wait=False) as server:
+        assert server.http.get("/livez").status_code == 200  # its signal handlers are in place
         server.signal(signal.SIGINT)
         assert server.wait() == 0
 
@@ -94,41 +98,48 @@ def test_an_engine_that_cannot_start_is_one_line_and_code_1(tiny: Path) -> None:
 
 # B85: an engine that is gone for good ends its streams with an error, and the process.
 def test_an_engine_that_dies_for_good_ends_the_process_with_code_1(tiny: Path) -> None:
-    env = {"TEST_DIE": "1.5", "TEST_DELAY": "0.05"}
-    with scripted(tiny, env=env, canary=False) as server:
-        events = list(server.stream("/v1/completions", prompt="hi", max_tokens=200))
+    with scripted(tiny, env={"TEST_DELAY": "0.05"}, canary=False) as server:
+        stream = server.stream("/v1/completions", prompt="hi", max_tokens=200)
+        events = [next(stream)]
+        server.signal(signal.SIGUSR1)
+        events += list(stream)
         assert events[-1]["error"]["message"] == "The engine has died."
         assert not any(c["finish_reason"] for e in events[:-1] for c in e["choices"])
         assert server.wait() == 1
 
 
 def test_an_engine_that_dies_for_good_while_draining_is_code_1_too(tiny: Path) -> None:
-    env = {"TEST_DIE": "2", "TEST_DELAY": "0.05"}
-    with scripted(tiny, env=env, canary=False) as server:
+    with scripted(tiny, env={"TEST_DELAY": "0.05"}, canary=False) as server:
         stream = server.stream("/v1/completions", prompt="hi", max_tokens=200)
         first = next(stream)
         server.signal(signal.SIGTERM)
+        until(lambda: server.http.get("/readyz").status_code != 200, "it does not drain")
+        server.signal(signal.SIGUSR1)
         events = [first, *stream]
         assert "error" in events[-1]
         assert server.wait() == 1
 
 
 @pytest.mark.parametrize(("signals", "code", "reason"), [(1, 0, "length"), (2, 130, "abort")])
-def test_signals_drain_then_abort(tiny: Path, signals: int, code: int, reason: str) -> None:
-    with scripted(tiny, env={"TEST_DELAY": "0.01"}, canary=False) as server:
-        events = []
+def test_signals_drain_then_abort(
+    tiny: Path, hold: Path, signals: int, code: int, reason: str
+) -> None:
+    with scripted(tiny, hold, canary=False) as server, ThreadPoolExecutor(1) as client:
+        hold.touch()
         stream = server.stream("/v1/completions", prompt="hi", max_tokens=100)
-        events.append(next(stream))
+        asked = client.submit(list, stream)
+        until(lambda: server.metric("turnstile_requests_in_flight") == 1)
         server.signal(signal.SIGINT)
-        while server.http.get("/readyz").status_code == 200:
-            time.sleep(0.01)
+        until(lambda: server.http.get("/readyz").status_code != 200, "it does not drain")
         late = server.post("/v1/completions", prompt="hi")
         assert late.status_code == 503
         assert late.json()["error"]["code"] == "shutting_down"
         assert late.headers["connection"] == "close"
         if signals == 2:
             server.signal(signal.SIGINT)
-        events += list(stream)
+        else:
+            hold.unlink()
+        events = asked.result()
         assert events[-1]["choices"][0]["finish_reason"] == reason
         assert (len(text_of(events)) == 100) == (signals == 1)
         assert server.wait() == code
@@ -179,8 +190,7 @@ def test_requests_leave_no_descriptors_and_no_tasks_behind(tiny: Path) -> None:
             assert set(server.gather([lambda k=k: one(k) for k in range(30)])) == {200}
         server.reconnect()
         server.check()
-        time.sleep(0.2)
-        assert process.num_fds() <= before + 1
+        until(lambda: process.num_fds() <= before + 1, "descriptors are left behind")
 
 
 def test_json_logs_have_one_object_a_line(tiny: Path) -> None:
