@@ -24,14 +24,14 @@ class Choice:
         None while it grows, then ``stop``, ``length``, ``timeout``, ``abort`` or ``error``.
     stop_reason
         The stop string or the client's stop token that ended it.
-    last_time
-        When its newest token arrived.
+    first_time, last_time
+        When its first and its newest tokens arrived, if any have.
+    first_tokens
+        How many the first were; every later one had to wait for those before it.
     sent_tokens
         Tokens covered by what was streamed.
     began
         Something of it was streamed.
-    passes
-        From now on its stream carries text alone, as it comes: :meth:`Frames.pass_on` makes it.
     logprob_sum
         Of its tokens, where log-probabilities were asked for.
     """
@@ -39,11 +39,12 @@ class Choice:
     __slots__ = (
         "began",
         "finish",
+        "first_time",
+        "first_tokens",
         "index",
         "job",
         "last_time",
         "logprob_sum",
-        "passes",
         "sent_tokens",
         "stop_reason",
         "text",
@@ -55,10 +56,11 @@ class Choice:
         self.text = text
         self.finish: str | None = None
         self.stop_reason: str | int | None = None
-        self.last_time: float | None = None
+        self.first_time = 0.0
+        self.last_time = 0.0
+        self.first_tokens = 0
         self.sent_tokens = 0
         self.began = False
-        self.passes = False
         self.logprob_sum = 0.0
 
     @property

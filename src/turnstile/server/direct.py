@@ -1,14 +1,10 @@
-"""What a request of our own server can do without ASGI: :class:`Direct`, and :class:`Outbox`."""
+"""What a request of our own server can do without ASGI: :class:`Direct`."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Callable
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
-
-logger = logging.getLogger("turnstile.server")
 
 DIRECT = "turnstile.direct"
 """Where a request's scope holds its :class:`Direct`, if the server made one."""
@@ -89,36 +85,3 @@ class Direct:
         cycle = self._cycle
         if not (cycle.disconnected or cycle.response_complete):
             self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-
-
-class Outbox:
-    """What one step has for all streams, written when the last of it is made.
-
-    A write costs more than all that comes before it, most of it in the kernel: the processor does
-    a hundred of them in a row faster than each between two stretches of Python, and a client that
-    reads many streams is woken once instead of a hundred times.
-
-    It empties itself in the same turn of the event loop. Whoever writes to one of these streams
-    another way empties it first, so that the order stays right.
-    """
-
-    __slots__ = ("_pieces",)
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[Direct, bytes]] = []
-
-    def add(self, direct: Direct, data: bytes) -> None:
-        """Write ``data`` soon; ``direct`` is ready."""
-        if not self._pieces:
-            asyncio.get_running_loop().call_soon(self.flush)
-        self._pieces.append((direct, data))
-
-    def flush(self) -> None:
-        """Write what there is."""
-        pieces, self._pieces = self._pieces, []
-        for direct, data in pieces:
-            try:
-                direct.write(data)
-            except Exception:
-                # Whatever is wrong with this connection, the others' pieces must get out.
-                logger.exception("A piece of a stream could not be written")

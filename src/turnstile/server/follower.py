@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from turnstile.engine.protocol import NOTHING_ALLOWED, Row
 from turnstile.server.choices import Choice, Job
+from turnstile.server.direct import Direct
 from turnstile.server.errors import ApiError, bad_request, deadline_exceeded, internal_error
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames
+from turnstile.server.passage import Passage
 from turnstile.server.service import Service
 from turnstile.server.usage import Record
 from turnstile.text.errors import CANNOT_FOLLOW
@@ -20,7 +22,9 @@ class Follower:
     the event loop that read the step's message, and are on their way before it ends. With a
     hundred streams that saves a hundred task switches a step, each as dear as all the rest that a
     token costs but the write itself. Last rows, and those of a client that does not keep up, *wait*
-    for the task in :meth:`run`, which may await the socket and may raise.
+    for the task in :meth:`run`, which may await the socket and may raise. Where a stream carries
+    text alone, its choices get a :class:`Passage` each once they have begun: nearly all rows take
+    that.
 
     Where the answer is streamed and ends as it should, its last piece is left to the caller, who
     has something to send after it.
@@ -47,6 +51,7 @@ class Follower:
         self._direct = exchange.direct
         self._outbox = service.outbox
         self._clock = service.clock
+        self._passages: dict[int, Passage] = {}
         self._error: Exception | None = None
         """What went wrong with a row that was to be taken at once."""
 
@@ -89,6 +94,9 @@ class Follower:
 
     def _take_at_once(self, row: Row) -> bool:
         """Take a row where no task is needed for it; returns whether it was taken."""
+        passage = self._passages.get(row.sample_index)
+        if passage is not None:
+            return passage.take(row)
         direct, frames = self._direct, self._frames
         if row.finish is not None or row.error is not None:
             return False
@@ -97,21 +105,32 @@ class Follower:
         choice = self._job.choices[row.sample_index]
         if choice.finish is not None:
             return True
-        now = self._clock()
         try:
-            if choice.passes and row.tokens and frames is not None:  # nearly every row
-                data = frames.pass_on(choice, row.tokens)
-                self._time(choice, len(row.tokens), now)
-            else:
-                data = self._advance(choice, row, now)
-            if data and direct is not None:
-                self._outbox.add(direct, data)
-                self._exchange.last_write = now
+            data = self._advance(choice, row, self._outbox.open())
         except Exception as error:
             # This is the middle of a step that concerns others too: the task shall fail, not they.
-            self._error = error
+            self._fail(error)
             return False
+        if frames is not None and direct is not None:
+            if data:
+                self._outbox.add(self._exchange, direct, data)
+            self._let_pass(choice, row.sample_index, frames, direct)
         return True
+
+    def _fail(self, error: Exception) -> None:
+        self._error = error
+
+    def _let_pass(self, choice: Choice, sample: int, frames: Frames, direct: Direct) -> None:
+        """Send the shortest way from now on, where that carries all that is wanted."""
+        around = frames.around(choice)
+        stream = self._job.stream
+        if around is None or choice.finish is not None or stream is None:
+            return
+        passage = self._passages[sample] = Passage(
+            choice, around, self._exchange, direct, self._outbox, self._metrics, self._fail
+        )
+        if len(self._job.choices) == 1:
+            stream.offer(passage.take)
 
     def _advance(self, choice: Choice, row: Row, now: float) -> bytes:
         """Take a row; returns what a stream may send after it."""
@@ -176,10 +195,9 @@ class Follower:
         if record.first_token is None:
             record.first_token = now
             metrics.first_token(now - record.arrived)
-        if choice.last_time is not None:
-            gap = now - choice.last_time
-            record.gaps += taken
-            record.gap_sum += gap
-            metrics.next_tokens(gap, taken)
-        choice.last_time = record.last_token = now
+        if choice.first_tokens:
+            metrics.next_tokens(now - choice.last_time, taken)
+        else:
+            choice.first_time, choice.first_tokens = now, taken
+        choice.last_time = now
         metrics.generated_tokens += taken

@@ -85,7 +85,6 @@ class Frames(ABC):
         text = choice.text
         if not choice.began:
             choice.began = True
-            choice.passes = self._plain and self._wishes.interval == 1 and text.passes
             return self._first(choice) + self._middle(choice, text.take())
         interval = self._wishes.interval
         if interval > 1 and text.num_tokens - choice.sent_tokens < interval:
@@ -99,13 +98,13 @@ class Frames(ABC):
             return prefix + encode(ready) + suffix
         return self._middle(choice, text.take())
 
-    def pass_on(self, choice: Choice, token_ids: Sequence[int]) -> bytes:
-        """Take more tokens of a choice that passes; returns what :meth:`step` would have made."""
-        text = choice.text.pass_on(token_ids)
-        if not text:
-            return b""
-        prefix, suffix = self._around[choice.index]
-        return prefix + encode(text) + suffix
+    def around(self, choice: Choice) -> tuple[bytes, bytes] | None:
+        """What stands before and after the text in all events to come of a choice, but the last;
+        None where it has not begun, or they carry more than text, or not all as it comes.
+        """
+        if not (choice.began and self._plain and self._wishes.interval == 1 and choice.text.passes):
+            return None
+        return self._around[choice.index]
 
     def _first(self, choice: Choice) -> bytes:
         self._around[choice.index] = split_around(

@@ -17,13 +17,13 @@ from turnstile.server.body import BodyLimits
 from turnstile.server.choices import Job
 from turnstile.server.config import ConfigError, ServerConfig
 from turnstile.server.cors import Cors
-from turnstile.server.direct import Outbox
 from turnstile.server.errors import ApiError, model_loading, shutting_down
 from turnstile.server.exchange import Exchange
 from turnstile.server.gate import Gate, make_gate, view_of
 from turnstile.server.grammar import check_threads
 from turnstile.server.metrics import Metrics
 from turnstile.server.model import ServedModel
+from turnstile.server.passage import Outbox
 from turnstile.server.reader import Reader, text_threads
 from turnstile.server.sse import KEEP_ALIVE
 from turnstile.server.tenants import Tenant
@@ -84,10 +84,10 @@ class Service:
         self.live: set[Exchange] = set()
         self.jobs: dict[str, tuple[Job, Record]] = {}
         """What the engine works on, by its request id."""
-        self.outbox = Outbox()
         self.requests = RequestLog()
         self.requests.observer = self.trace = trace
         self.metrics = Metrics(engine, self.requests, clock)
+        self.outbox = Outbox(self.metrics, clock)
         self.metrics.threads = {"text": self.texts, "grammar": self.checks}
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)

@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from turnstile.server.choices import Job
+from turnstile.server.choices import Choice, Job
 
 
 @dataclass(slots=True)
 class Record:
     """The times of one HTTP request, on ``time.monotonic()``'s clock.
 
-    ``queued`` is when it got a slot, as far as is known; ``gaps`` and ``gap_sum`` count the
-    waits between tokens.
+    ``queued`` is when it got a slot, as far as is known.
     """
 
     arrived: float
     accepted: float | None = None
     queued: float | None = None
     first_token: float | None = None
-    last_token: float | None = None
-    gaps: int = 0
-    gap_sum: float = 0.0
     jobs: list[Job] = field(default_factory=list)
+
+    @property
+    def last_token(self) -> float | None:
+        """When the newest token came."""
+        return max((choice.last_time for choice in self._begun()), default=None)
+
+    @property
+    def gaps(self) -> int:
+        """Tokens that came after others of their sample."""
+        return sum(choice.text.num_tokens - choice.first_tokens for choice in self._begun())
+
+    @property
+    def gap_sum(self) -> float:
+        """Seconds that they waited for the ones before them, in all."""
+        return sum(choice.last_time - choice.first_time for choice in self._begun())
+
+    def _begun(self) -> Iterator[Choice]:
+        return (choice for job in self.jobs for choice in job.choices if choice.first_tokens)
 
     @property
     def num_prompt(self) -> int:

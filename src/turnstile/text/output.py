@@ -97,7 +97,7 @@ class TextStream:
         self._options = options
         self._detokenizer = Detokenizer(vocabulary, skip_special_tokens=options.skip_special_tokens)
         self._matcher = None if options.stop is None else StopMatcher(options.stop)
-        self._length = 0  # characters decoded so far
+        self._length = 0  # characters decoded so far, where somebody counts them
         self._ready: list[str] = []  # pieces that may be handed out
         self._held = ""  # what follows them and may be the start of a stop string
         self._ids: list[int] = []
@@ -141,8 +141,8 @@ class TextStream:
         held back needs no list to wait in.
         """
         self.num_tokens += len(token_ids)
-        text = "".join(map(self._detokenizer.push, token_ids))
-        self._length += len(text)
+        push = self._detokenizer.push
+        text = push(token_ids[0]) if len(token_ids) == 1 else "".join(map(push, token_ids))
         return self.take_text() + text if self._ready else text
 
     def finish(self) -> None:
