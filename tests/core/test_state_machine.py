@@ -98,9 +98,8 @@ def random_wish(rng: random.Random) -> dict[str, object]:
 def expect_short_answers(admission: AdmissionPolicy) -> None:
     """Let it believe that outputs have one token: it will be wrong, and somebody must go."""
     for tenant in "abc":
-        past = Request(id="past", prompt=(1,), max_tokens=1, tenant=tenant)
         for _ in range(60):
-            admission.finished(Sequence(past, outputs=[1]))
+            admission.learn(tenant, 1)
 
 
 class Core(RuleBasedStateMachine):

@@ -162,8 +162,12 @@ class AdmissionPolicy(ABC):
     def remaining(self, sequence: Sequence) -> int:
         """Output tokens this sequence is expected to still draw, at least 1."""
 
-    def finished(self, sequence: Sequence) -> None:  # noqa: B027
+    def finished(self, sequence: Sequence) -> None:
         """Learn from a sequence that ended by itself."""
+        self.learn(sequence.request.tenant, sequence.num_outputs)
+
+    def learn(self, tenant: str, outputs: int) -> None:  # noqa: B027
+        """Learn that an answer to this tenant ended by itself after so many tokens."""
 
     def fits(
         self,
@@ -239,8 +243,8 @@ class ExpectedAdmission(AdmissionPolicy):
         expected = self._lengths_of(sequence.request.tenant).remaining(outputs)
         return max(1, min(sequence.request.max_tokens - outputs, expected))
 
-    def finished(self, sequence: Sequence) -> None:
-        self._lengths_of(sequence.request.tenant).add(sequence.num_outputs)
+    def learn(self, tenant: str, outputs: int) -> None:
+        self._lengths_of(tenant).add(outputs)
 
     def _lengths_of(self, tenant: str) -> OutputLengths:
         lengths = self._tenants.get(tenant)

@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from turnstile.core.pages import PagePool
 from turnstile.core.plan import Plan
 
 Matrix = NDArray[np.float64]
@@ -98,6 +99,16 @@ class StepCost:
 
 
 NOTHING = StepCost(0, 0, 0)
+
+
+def read_again(pool: PagePool, decoding: int, running: int) -> int:
+    """Tokens of K and V that are read for more than one of the rows that decode, beyond the first.
+
+    O(1): pages in several tables are taken to be in those of the ``decoding`` as often as in those
+    of all ``running``. What prompts read for themselves is in the cost of their pairs.
+    """
+    repeats = pool.num_entries - pool.num_held
+    return repeats * pool.page_size * decoding // running if repeats else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from turnstile.core.admission import NeverFitsError
 from turnstile.core.cost import CostModel as StepCostModel
-from turnstile.core.cost import StepCost
+from turnstile.core.cost import StepCost, read_again
 from turnstile.core.events import Admitted, encode
 from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Plan, Progress
@@ -191,7 +191,9 @@ class StepLoop:
         if not plan:
             self._check_rest()
             return
-        cost = StepCost.of(plan).sharing(self._read_again())
+        scheduler = self.scheduler
+        again = read_again(scheduler.pool, plan.num_decodes, len(scheduler.running))
+        cost = StepCost.of(plan).sharing(again)
         began = self._clock()
         plan, results, whole = self._execute(plan)
         ended_at = self._clock()
@@ -218,11 +220,6 @@ class StepLoop:
             logger.exception("Step %d cannot be planned", self.scheduler.statistics.steps)
             self._mend()
             return self.scheduler.plan(self._clock())
-
-    def _read_again(self) -> int:
-        """Tokens in the pages of those running, beyond those in pages: shared ones come again."""
-        pool = self.scheduler.pool
-        return (pool.num_entries - pool.num_held) * pool.page_size
 
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []

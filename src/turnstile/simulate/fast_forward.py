@@ -52,8 +52,8 @@ class _UpToDate(AdmissionPolicy):
     def remaining(self, sequence: Sequence) -> int:
         return self._policy.remaining(sequence)
 
-    def finished(self, sequence: Sequence) -> None:
-        self._policy.finished(sequence)
+    def learn(self, tenant: str, outputs: int) -> None:
+        self._policy.learn(tenant, outputs)
 
     def fits(
         self,

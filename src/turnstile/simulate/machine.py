@@ -6,7 +6,7 @@ import math
 from typing import Protocol
 
 from turnstile.core.admission import NeverFitsError, check_lengths
-from turnstile.core.cost import StepCost
+from turnstile.core.cost import StepCost, read_again
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import FinishReason, Request, Sequence
 from turnstile.simulate.door import Door
@@ -20,6 +20,7 @@ STOP = -1
 """The token that ends an answer before its limit."""
 
 _NOTHING = Outcome()
+_NOBODY = Plan(0, ())
 
 
 class Machine(Protocol):
@@ -76,7 +77,7 @@ class TurnstileMachine:
         self.outstanding = 0
         self._free_at = 0.0
         self._inbox: list[int] = []
-        self._plan = Plan(0, ())
+        self._plan = _NOBODY
         self._seconds = 0.0
         self._told_at = 0.0
 
@@ -147,17 +148,15 @@ class TurnstileMachine:
         asleep = scheduler.attendance.absent
         if not plan and not asleep.batch:
             return None
-        work = self._work(asleep).add(plan)
+        work = self._work(asleep, plan)
         seconds = self._seconds = self.setup.timing.seconds(work, plan.step)
         self.journal.step(seconds, work, scheduler.pool.num_held)
         return now + seconds
 
-    def _work(self, asleep: StepCost) -> Work:
-        """What those asleep compute, and how much of all that is read is shared."""
-        work, scheduler = Work(asleep.batch, asleep.query_context), self.scheduler
-        if self.load.shared is not None:
-            pages = sum(len(s.table) for s in scheduler.running)
-            work.read_again = (pages - scheduler.pool.num_held) * scheduler.pool.page_size
+    def _work(self, asleep: StepCost, plan: Plan) -> Work:
+        """What those asleep and those in the plan compute."""
+        work, scheduler = Work(asleep.batch, asleep.query_context).add(plan), self.scheduler
+        work.read_again = read_again(scheduler.pool, work.decodes, len(scheduler.running))
         return work
 
     def _skip(self, sleepers: FastForward, now: float, until: float) -> float:
@@ -165,7 +164,7 @@ class TurnstileMachine:
         scheduler, journal, front = self.scheduler, self.journal, self.setup.front
         while sleepers.steady:
             cost = sleepers.absent
-            work = self._work(cost)
+            work = self._work(cost, _NOBODY)
             seconds = self.setup.timing.seconds(work, scheduler.statistics.steps)
             end = now + seconds
             if not end < until or not sleepers.skip(end):

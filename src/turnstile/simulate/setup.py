@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
@@ -63,6 +64,11 @@ class Setup:
     max_queue_wait: float | None = None
     """Bounds of the gate, as the server's; all None lets everybody in."""
 
+    past_outputs: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """Lengths of the answers that each tenant has had before, oldest first: ``expected`` admission
+    foretells those to come by them, and by a prior for tenants that have had none.
+    """
+
     def __post_init__(self) -> None:
         for name, known in (("admission", ADMISSION_POLICIES), ("policy", QUEUE_POLICIES)):
             value = getattr(self, name)
@@ -94,11 +100,11 @@ class Setup:
 
     def parts(self) -> tuple[PagePool, AdmissionPolicy, QueuePolicy]:
         """A new pool and new policies."""
-        return (
-            PagePool(self.num_pages, self.page_size),
-            ADMISSION_POLICIES[self.admission](),
-            QUEUE_POLICIES[self.policy](),
-        )
+        admission = ADMISSION_POLICIES[self.admission]()
+        for tenant, lengths in self.past_outputs.items():
+            for length in lengths:
+                admission.learn(tenant, length)
+        return PagePool(self.num_pages, self.page_size), admission, QUEUE_POLICIES[self.policy]()
 
     def make_scheduler(self, *, fast: bool = False) -> Scheduler:
         """The scheduler of these settings; nothing but its clock is simulated.

@@ -27,7 +27,7 @@ class Work:
         Longer chunks: how many, their tokens, their query-key pairs, and the tokens of K and V
         they have to read (each once).
     read_again
-        Tokens of K and V that are read for more than one sequence, beyond the first.
+        Tokens of K and V that are read for more than one of the ``decodes``, beyond the first.
     """
 
     decodes: int = 0
