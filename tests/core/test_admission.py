@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler, solo
 from turnstile.core.admission import NeverFitsError, decode_peak
-from turnstile.core.cost import CACHED_READ, Coefficients, CostModel, StepCost
+from turnstile.core.cost import CACHED_READ, Coefficients, CostModel, StepCost, read_again
 from turnstile.core.entrance import Entrance
 from turnstile.core.events import Admitted
 from turnstile.core.fairness import FairQueue
+from turnstile.core.pages import PagePool, PageTable
 from turnstile.core.plan import Chunk, Plan
 from turnstile.core.preemption import choose_victim
 from turnstile.core.request import Request, Sequence
@@ -134,6 +135,19 @@ def test_up_to_the_knee_rows_are_free_and_shared_pages_cost_less_the_second_time
     assert saved == pytest.approx((1 - CACHED_READ) * 1000 * 9e-7)
     assert decodes.sharing(10**9).decode_reads == 0
     assert cost.scaled(2.0).predict(decodes) == pytest.approx(2.0 * cost.predict(decodes))
+
+
+def test_pages_are_read_again_by_the_rows_that_decode_and_not_by_prompts() -> None:
+    pool = PagePool(20, 16)
+    tables = [PageTable() for _ in range(4)]
+    for _ in range(5):
+        pool.append(tables[0])
+    assert read_again(pool, 1, 1) == 0
+    for table in tables[1:]:
+        pool.hold(table, tables[0].pages)
+    assert read_again(pool, 4, 4) == 3 * 5 * 16
+    assert read_again(pool, 2, 4) == 3 * 5 * 16 // 2
+    assert read_again(pool, 0, 4) == 0
 
 
 @pytest.mark.parametrize("fine", [False, True])

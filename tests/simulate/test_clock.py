@@ -88,6 +88,17 @@ def test_tenants_share_a_machine_that_one_of_them_floods() -> None:
     assert fair.first[40] - 0.5 < (unfair.first[40] - 0.5) / 5
 
 
+def test_who_has_seen_short_answers_lets_more_in_and_must_preempt_more() -> None:
+    load = arrivals(*[(0.0, 16, 120)] * 8)
+    preemptions = {
+        length: play(
+            Plant(setup(pages=30, past_outputs={"default": [length] * 40})), load
+        ).preemptions
+        for length in (2, 128)
+    }
+    assert preemptions[2] > preemptions[128] == 0
+
+
 def test_the_same_seed_gives_the_same_figures_and_another_does_not() -> None:
     def run(seed: int) -> object:
         load = from_workload(replace(WORKLOADS["W5"], requests=50), seed)
