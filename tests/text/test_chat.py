@@ -269,6 +269,7 @@ DOUBLING = (
     "{{% set n = namespace(s='a') %}}"
     "{{% for i in range(99) %}}{{% set n.s = n.s {} n.s %}}{{% endfor %}}"
 )
+LAUGHS = "{% set n = namespace(s=['ha']) %}" + "{% set n.s = [n.s, n.s] %}" * 60 + "{{ n.s }}"
 
 
 @pytest.mark.parametrize(
@@ -289,6 +290,33 @@ DOUBLING = (
         ("{{ 'a' * (10 ** 9) }}", "too large"),
         ("{{ '%999999999d' % 1 }}", "too large"),
         ("{{ '%*d' % (999999999, 1) }}", "too large"),
+        ("{{ 'a'|center(10 ** 9) }}", "too large"),
+        ("{{ 'a'|center(1000000000) }}", "too large"),
+        ("{{ 'a'.ljust(10 ** 9) }}", "too large"),
+        ("{{ 'a'.zfill(width) }}", "too large"),
+        ("{{ 'a\tb'.expandtabs(10 ** 9) }}", "too large"),
+        ("{{ '{:999999999}'.format(1) }}", "too large"),
+        ("{{ '{:{}}'.format(1, 10 ** 9) }}", "too large"),
+        ("{{ '{a:{b}}'.format_map({'a': 1, 'b': width}) }}", "too large"),
+        ("{{ '%999999999d'|format(1) }}", "too large"),
+        ("{{ (1).to_bytes(width, 'big') }}", "too large"),
+        ("{{ ('a' * 10 ** 5).replace('', 'a' * 10 ** 5) }}", "too large"),
+        ("{{ ('a' * 10 ** 5)|replace('a', 'a' * 10 ** 5) }}", "too large"),
+        ("{{ (['a' * 10 ** 5] * 10 ** 4)|join }}", "too large"),
+        ("{{ range(10 ** 4)|map('string')|join(d='a' * 10 ** 5) }}", "too large"),
+        ("{{ ('a' * 10 ** 5).join(['b'] * 10 ** 4) }}", "too large"),
+        ("{{ ['a' * 10 ** 5] * 10 ** 4 }}", "too large"),
+        ("{{ (['a' * 10 ** 5] * 10 ** 4)|string|length }}", "too large"),
+        ("{{ 'a'|indent(width, first=true) }}", "too large"),
+        ("{{ messages|tojson(indent=width) }}", "too large"),
+        ("{{ [1]|batch(width, 0)|list }}", "too large"),
+        ("{{ [1]|slice(width)|list }}", "too large"),
+        ("{{ 1.5|round(width, 'ceil') }}", "too large"),
+        ("{{ ('a ' * 10 ** 5)|wordwrap(1, wrapstring='b' * 10 ** 5) }}", "too large"),
+        ("{{ ([[1] * 10 ** 6] * 99)|sum(start=[])|length }}", "too large"),
+        (DOUBLING.replace("'a'", "3").format("*"), "too large"),
+        (LAUGHS, "too large"),
+        ("{% for i in range(99999) %}{% set x = 'a' * 10 ** 6 %}{% endfor %}", "without end"),
         (DOUBLING.format("+"), "too large"),
         (DOUBLING.format("~"), "too large"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "memory or depth"),
@@ -313,8 +341,9 @@ DOUBLING = (
 def test_templates_that_fail_or_run_wild_end_in_one_sentence(
     tokenizer: Tokenizer, source: str, complaint: str
 ) -> None:
+    chat = ChatInput(messages=[user("x")], variables={"width": 10**9})
     with pytest.raises(TemplateError, match=complaint) as caught:
-        ChatEncoder(tokenizer, SECRET + source).encode(ChatInput(messages=[user("x")]))
+        ChatEncoder(tokenizer, SECRET + source).encode(chat)
     assert "secret" not in str(caught.value)
     assert len(str(caught.value)) < 700
 
@@ -324,6 +353,16 @@ def test_formatting_within_reason_is_left_alone() -> None:
         "{{ '%02d|%5s' % (7, 'x') }} {{ 7 % 4 }} {{ [1] * 3 }} {{ 2 ** 8 }}"
     )
     assert template.render({}) == "07|    x 3 [1, 1, 1] 256"
+    template = compile_template(
+        "{{ 'ab'|center(6) }}|{{ 'a'.rjust(3) }}|{{ '{:>3}-{a}'.format(1, a=2) }}|"
+        "{{ [3, 4]|map('string')|join(', ') }}|{{ {'a': [1]}|tojson(indent=1) }}|"
+        "{{ 'a\nb'|indent(2) }}|{{ 'aba'|replace('a', 'c') }}|{{ [[1], [2]]|sum(start=[]) }}|"
+        "{{ range(3)|batch(2, 0)|list }}|{{ 1.25|round(1) }}|{{ none }}|{{ 6 * 7 }}"
+    )
+    assert template.render({}) == (
+        '  ab  |  a|  1-2|3, 4|{\n "a": [\n  1\n ]\n}|a\n  b|cbc|[1, 2]|[[0, 1], [2, 0]]|1.2|'
+        "None|42"
+    )
 
 
 @given(st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "tool_calls", "function", "name", "arguments", "type", "text"]), inner, max_size=4)))  # fmt: skip # noqa: E501

@@ -6,20 +6,19 @@ The environment has what ``transformers`` gives a template (immutable sandbox, t
 
 A template is part of a model, and a model is a download. The sandbox keeps it from the machine;
 the bounds below keep it from taking all time and memory: iterations and calls, the length of
-ranges, products and sums, and of the output. They are no proof against a determined author (a
-filter can be asked for a gigabyte), which is why templates in requests are refused by default.
+ranges and of the output, and of whatever an operator, a method or a filter would make
+(:mod:`turnstile.text.template_sizes`). They are no proof against a determined author, which is why
+templates in requests are refused by default.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import Any
 
 import jinja2
@@ -30,6 +29,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
+from turnstile.text import template_sizes
 from turnstile.text.errors import TemplateError
 
 MAX_SOURCE_CHARS = 1 << 20
@@ -37,11 +37,11 @@ MAX_OUTPUT_CHARS = 64 << 20
 MAX_ITERATIONS = 2_000_000
 _CALL_COST = 10
 """Iterations that a call counts as: two calls in a macro of itself are a loop without ``for``."""
-_MAX_OPERAND = 64 << 20
+_CHARS_PER_ITERATION = 512
+"""Making so much counts as one: a gigabyte in all, in whatever pieces."""
 _BOUNDED = "_bounded"
 
 _JOINED = "_joined"
-_TOO_LARGE = "the chat template makes a value that is too large"
 
 
 @dataclass(slots=True)
@@ -86,12 +86,39 @@ def _charge(iterations: int) -> None:
         raise jinja2.TemplateError("the chat template loops without end")
 
 
+def _allow(size: float) -> None:
+    """Charge something of this size to the rendering, before it is made."""
+    if size > template_sizes.MOST:
+        raise jinja2.TemplateError("the chat template makes a value that is too large")
+    _charge(int(size) // _CHARS_PER_ITERATION)
+
+
 def _joined(*parts: object) -> str:
     """What ``~`` does, with an eye on the length."""
-    pieces = [str(part) for part in parts]
-    if sum(map(len, pieces)) > _MAX_OPERAND:
-        raise jinja2.TemplateError(_TOO_LARGE)
-    return "".join(pieces)
+    _allow(sum(map(template_sizes.of_text, parts)))
+    return "".join([str(part) for part in parts])
+
+
+def _finalized(value: object) -> object:
+    """What is written out; a list is written as text, which may be much longer."""
+    if not isinstance(value, str):
+        _allow(template_sizes.of_text(value))
+    return value
+
+
+def _sized(function: Callable[..., Any], size: template_sizes.Size) -> Callable[..., Any]:
+    """A filter that is asked for nothing larger than is allowed."""
+    first = int(hasattr(function, "jinja_pass_arg"))  # what Jinja passes stands before the value
+
+    @wraps(function)
+    def sized(*args: Any, **named: Any) -> Any:
+        passed, value, rest = args[:first], args[first], args[first + 1 :]
+        if isinstance(value, Iterator):  # of another filter: to be measured, and then read again
+            value = list(value)
+        _allow(size(value, *rest, **named))
+        return function(*passed, value, *rest, **named)
+
+    return sized
 
 
 class _GenerationTag(Extension):
@@ -110,44 +137,29 @@ class _Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _result_size(operator, left, right) > _MAX_OPERAND:
-            raise jinja2.TemplateError(_TOO_LARGE)
+        _allow(template_sizes.of_operation(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
         _charge(_CALL_COST)
         if isinstance(function, LoopContext) and args:  # {% for … recursive %} begins anew
             args = (_bounded(args[0]), *args[1:])
+        _allow(template_sizes.of_call(function, args, named))
         return super().call(context, function, *args, **named)
-
-
-def _result_size(operator: str, left: Any, right: Any) -> float:
-    """About how long the result of an operation is: characters, items or digits."""
-    sized = (str, bytes, list, tuple)
-    if operator == "+":
-        return len(left) + len(right) if isinstance(left, sized) and isinstance(right, sized) else 0
-    if operator == "*":
-        if isinstance(left, sized) and isinstance(right, int):
-            return len(left) * right
-        if isinstance(right, sized) and isinstance(left, int):
-            return len(right) * left
-        return 0
-    if operator == "**":
-        numbers = isinstance(left, int) and isinstance(right, int)
-        return abs(right) * math.log2(abs(left) + 2) if numbers else 0
-    if not isinstance(left, str):
-        return 0
-    # A width in a %-format is a demand for that many characters; * takes it from the arguments.
-    widths = [int(digits[:9]) for digits in re.findall(r"\d+", left)]
-    return math.inf if "*" in left else len(left) + sum(widths)
 
 
 def _make_environment() -> _Environment:
     environment = _Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_GenerationTag, loopcontrols],
+        finalize=_finalized,
     )
     environment.filters["tojson"] = _tojson
-    del environment.globals["lipsum"]  # any number of random words, for nobody's chat
+    for name, size in template_sizes.FILTERS.items():
+        environment.filters[name] = _sized(environment.filters[name], size)
+    # Any number of random words, and links in any number of words: for nobody's chat.
+    del environment.globals["lipsum"], environment.filters["urlize"]
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     environment.globals[_BOUNDED] = _bounded
