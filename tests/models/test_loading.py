@@ -54,6 +54,13 @@ def test_a_missing_tensor_is_named_with_its_file(tiny: Path) -> None:
         load(tiny)
 
 
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+def test_what_is_wrong_is_told_before_anything_is_read(tiny: Path, name: str) -> None:
+    rewrite(tiny, lambda tensors: tensors.update({name: tensors[name][:16].copy()}))
+    with pytest.raises(CorruptFileError, match=rf"{name}.* has shape"):
+        load(tiny, progress=lambda done, total: pytest.fail("a tensor was read"))
+
+
 def test_a_tensor_of_another_shape_is_named_with_both(tiny: Path) -> None:
     name = "model.layers.0.self_attn.k_proj.weight"
     rewrite(tiny, lambda tensors: tensors.update({name: tensors[name][:16].copy()}))

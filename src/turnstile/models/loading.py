@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -81,21 +82,22 @@ def load_weights(
     ------
     CorruptFileError
         A tensor is missing, has another shape than the config says, or is not of the
-        architecture. The message names tensor and file.
+        architecture: known before anything is read. The message names tensor and file.
     """
     config = source.config
     reader = _Reader(source, source.open_tensors(), backend.load_format, progress)
+    reader.check(config)
     inv_freq, rope_scale = frequencies(config.rope)
 
     def load_layer(layer: int) -> Opaque:
         return backend.prepare_layer(_read_layer(reader, config, layer), inv_freq, rope_scale)
 
     def load_ends() -> tuple[Opaque, Opaque]:
-        table = reader.matrix("embedding", None, (config.vocab_size, config.hidden_size))
+        table = reader.matrix("embedding", None)
         embedding = backend.prepare_embedding(table)
-        norm = reader.vector("norm", None, config.hidden_size)
+        norm = reader.vector("norm", None)
         if not config.tied_embeddings:
-            table = reader.matrix("projection", None, (config.vocab_size, config.hidden_size))
+            table = reader.matrix("projection", None)
         return embedding, backend.prepare_head(HeadWeights(norm, table, config.norm_eps))
 
     workers = ThreadPoolExecutor(_WORKERS, "load")
@@ -106,11 +108,17 @@ def load_weights(
         embedding, head = ends.result()
     finally:
         workers.shutdown(cancel_futures=True)
-    reader.refuse_leftovers()
+    reader.finish()
     return ModelWeights(embedding, layers, head)
 
 
-def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+def _model_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, tuple[int, ...]] = {"embedding": table, "norm": (config.hidden_size,)}
+    return shapes if config.tied_embeddings else shapes | {"projection": table}
+
+
+def _layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     q, kv = config.num_heads * head_dim, config.num_kv_heads * head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -130,11 +138,14 @@ def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeight
         shapes |= {"o_bias": (hidden,)}
     if config.family.qk_norm:
         shapes |= {"q_norm": (head_dim,), "k_norm": (head_dim,)}
+    return shapes
+
+
+def _read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+    head_dim = config.head_dim
     tensors: dict[str, npt.NDArray[Any]] = {
-        name: reader.vector(name, layer, *shape)
-        if len(shape) == 1
-        else reader.matrix(name, layer, shape)
-        for name, shape in shapes.items()
+        name: reader.vector(name, layer) if len(shape) == 1 else reader.matrix(name, layer)
+        for name, shape in _layer_shapes(config).items()
     }
     if reader.is_gguf and config.family.rotates_neighbours:
         for name in ("q", "k", "q_bias", "k_bias"):
@@ -174,7 +185,7 @@ class _Progress:
 
 
 class _Reader:
-    """Takes tensors out of the files by our names, checked against the shapes expected."""
+    """Takes tensors out of the files by our names."""
 
     def __init__(
         self, source: ModelSource, files: TensorFiles, form: LoadFormat, progress: Progress
@@ -183,47 +194,60 @@ class _Reader:
         self._path = source.path
         self._files = files
         self._format = form
-        self._unread = dict.fromkeys(files.names())
         self._progress = _Progress(progress, files.num_bytes)
 
-    def matrix(self, ours: str, layer: int | None, shape: tuple[int, ...]) -> Matrix:
-        """One matrix, in memory of its own and in the backend's format."""
-        out: Matrix = np.empty(shape, np.float32 if self._format == "float32" else np.uint16)
-        self._read(ours, layer, out)
-        return out
-
-    def vector(self, ours: str, layer: int | None, size: int) -> FloatArray:
-        """One vector, in memory of its own."""
-        out = np.empty(size, np.float32)
-        self._read(ours, layer, out)
-        return out
-
-    def _read(self, ours: str, layer: int | None, out: Matrix) -> None:
-        name = self._name(ours, layer)
-        if name not in self._files:
-            raise CorruptFileError(
-                f"{self._path} lacks tensor {name!r}, which the config asks for; fetch it again."
-            )
-        info = self._files.info(name)
-        if info.shape != out.shape:
-            raise CorruptFileError(
-                f"{self._files.path(name)}: tensor {name!r} has shape {list(info.shape)}, but the "
-                f"config says {list(out.shape)}."
-            )
-        _convert(self._files.bytes_of(name), info.dtype, out.reshape(-1))
-        self._files.release(name)
-        self._unread.pop(name, None)
-        self._progress.add(info.num_bytes)
-
-    def refuse_leftovers(self) -> None:
-        """Complain about tensors nobody asked for: the model would not be what it claims."""
-        extra = [name for name in self._unread if not name.endswith(_NEEDLESS)]
+    def check(self, config: ModelConfig) -> None:
+        """See that the files hold the tensors of the config, in their shapes, and no others:
+        without what nobody asked for the model would not be what it claims.
+        """
+        known = set()
+        of_layer = _layer_shapes(config)
+        for layer in chain([None], range(config.num_layers)):
+            shapes = _model_shapes(config) if layer is None else of_layer
+            for ours, shape in shapes.items():
+                name = self._name(ours, layer)
+                self._check(name, shape)
+                known.add(name)
+        extra = [n for n in self._files.names() if n not in known and not n.endswith(_NEEDLESS)]
         if extra:
             listed = ", ".join(extra[:3]) + (", ..." if len(extra) > 3 else "")
             raise CorruptFileError(
                 f"{self._files.path(extra[0])} has {len(extra)} tensors that are not of the "
                 f"architecture ({listed}); the model would give wrong answers without them."
             )
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self._files:
+            raise CorruptFileError(
+                f"{self._path} lacks tensor {name!r}, which the config asks for; fetch it again."
+            )
+        found = self._files.info(name).shape
+        if found != shape:
+            raise CorruptFileError(
+                f"{self._files.path(name)}: tensor {name!r} has shape {list(found)}, but the "
+                f"config says {list(shape)}."
+            )
+
+    def matrix(self, ours: str, layer: int | None) -> Matrix:
+        """One matrix, in memory of its own and in the backend's format."""
+        return self._read(ours, layer, np.float32 if self._format == "float32" else np.uint16)
+
+    def vector(self, ours: str, layer: int | None) -> FloatArray:
+        """One vector, in memory of its own."""
+        vector: FloatArray = self._read(ours, layer, np.float32)
+        return vector
+
+    def _read(self, ours: str, layer: int | None, kind: type[np.generic]) -> npt.NDArray[Any]:
+        name = self._name(ours, layer)
+        info = self._files.info(name)
+        out = np.empty(info.shape, kind)
+        _convert(self._files.bytes_of(name), info.dtype, out.reshape(-1))
+        self._files.release(name)
+        self._progress.add(info.num_bytes)
+        return out
+
+    def finish(self) -> None:
+        """All is read that will be: tell so, whatever lay in the files beside it."""
         self._progress.add(self._progress.total - self._progress.done)
 
     def _name(self, ours: str, layer: int | None) -> str:
