@@ -5,17 +5,11 @@ reports; the servers themselves come from :mod:`e2e.pool`.
 from __future__ import annotations
 
 import contextlib
-import json
-import select
-import socket
-import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
-import httpx
-
-from e2e.harness import PATIENCE, ServerProcess, text_of
+from e2e.harness import ServerProcess, text_of, until
+from e2e.raw import Raw
 
 
 def teach_short_outputs(server: ServerProcess, key: str | None = None) -> None:
@@ -71,51 +65,6 @@ def _endless(server: ServerProcess, count: int, body: dict[str, Any]) -> Iterato
     finally:
         for request in requests:
             request.reset()
-
-
-def until(condition: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Wait for something to become true; fail if it does not."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come"
-        time.sleep(0.005)
-
-
-class Raw:
-    """A client that sees every byte, and can leave without a goodbye."""
-
-    def __init__(self, server: ServerProcess, path: str, **body: Any) -> None:
-        url = httpx.URL(server.url)
-        content = json.dumps(body).encode()
-        self.socket = socket.create_connection((url.host, url.port or 80), timeout=PATIENCE)
-        self.received = b""
-        self.socket.sendall(
-            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
-        )
-
-    def until(self, what: bytes) -> bytes:
-        """Everything received so far, once ``what`` is in it."""
-        while what not in self.received:
-            piece = self.socket.recv(65536)
-            assert piece, f"the connection ended before {what!r}: {self.received[-500:]!r}"
-            self.received += piece
-        return self.received
-
-    @property
-    def has_answer(self) -> bool:
-        """Whether anything has come that was not read yet."""
-        return bool(select.select([self.socket], [], [], 0)[0])
-
-    def reset(self) -> None:
-        """RST instead of FIN. May be said again."""
-        if self.socket.fileno() < 0:
-            return
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.socket.close()
-
-    def close(self) -> None:
-        self.socket.close()
 
 
 def text(answer: tuple[int, dict[str, Any]], index: int = 0) -> str:

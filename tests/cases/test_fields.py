@@ -11,9 +11,10 @@ import openai
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from cases.servers import Raw, text
+from cases.servers import text
 from e2e.harness import ServerProcess, text_of
 from e2e.pool import Srv
+from e2e.raw import Raw
 from tiny_models import make_tiny_llama
 
 pytestmark = pytest.mark.e2e

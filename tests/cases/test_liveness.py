@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from e2e.harness import PATIENCE, ServerProcess, text_of
+from e2e.harness import ServerProcess, text_of, until
+from e2e.raw import FAULTS, slowed
 from e2e.test_process import scripted
 from server.conftest import serve, tokenizer  # noqa: F401 - fixtures
 from server.fake_engine import Failure
@@ -79,7 +80,7 @@ def test_probes_say_what_an_orchestrator_should_do(
 @pytest.fixture(scope="module")
 def server(tiny: Path) -> Iterator[ServerProcess]:
     settings: dict[str, Any] = {"num_pages": 128, "max_num_seqs": 8, "step_timeout": 2.0}
-    with ServerProcess(tiny, **settings) as running:
+    with ServerProcess(tiny, env=FAULTS, **settings) as running:
         yield running
         running.check()
 
@@ -102,10 +103,12 @@ class Probe:
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._done.wait(0.02):
+        while True:
             began = time.monotonic()
             status = self._server.http.get(self._path).status_code
             self.answers.append((status, time.monotonic() - began))
+            if self._done.wait(0.02):
+                return
 
 
 @pytest.mark.e2e
@@ -145,9 +148,10 @@ def test_a_step_that_does_not_end_shows_at_the_probes_and_the_stream_goes_on(
     body: dict[str, Any] = {"prompt": [7] * 20, "max_tokens": 1900, "ignore_eos": True, "seed": 3}
     alone = text_of(list(server.stream("/v1/completions", **body)))
     engine = server.engine_pid
-    stream = server.stream("/v1/completions", **body)
-    events = [next(stream)]
-    os.kill(engine, signal.SIGSTOP)  # alive to the kernel, and no step ends
+    with slowed(server):
+        stream = server.stream("/v1/completions", **body)
+        events = [next(stream)]
+        os.kill(engine, signal.SIGSTOP)  # alive to the kernel, and no step ends
     with Probe(server) as health, Probe(server, "/readyz") as ready:
         events += list(stream)
     assert text_of(events) == alone
@@ -186,12 +190,16 @@ def test_a_signal_to_the_whole_group_drains_too(tiny: Path, tmp_path: Path) -> N
 
 @pytest.mark.e2e
 def test_a_third_signal_leaves_at_once(tiny: Path) -> None:
-    with scripted(tiny, env={"TEST_DELAY": "0.01", "TEST_STOP": "600"}, canary=False) as running:
+    with scripted(tiny, env={"TEST_DELAY": "0.05", "TEST_STOP": "600"}, canary=False) as running:
         stream = running.stream("/v1/completions", prompt="hi", max_tokens=200)
         next(stream)
-        for _ in range(3):
-            running.signal(signal.SIGTERM)
-            time.sleep(0.2)
+
+        def gone() -> bool:
+            running.signal(signal.SIGTERM)  # signals that come too close together are one
+            time.sleep(0.1)
+            return running.process.poll() is not None
+
+        until(gone, "it obeys no signal")
         assert running.wait() == 130
         stream.close()  # type: ignore[attr-defined]
 
@@ -202,10 +210,7 @@ def test_after_a_kill_the_trace_can_be_read(tiny: Path, tmp_path: Path) -> None:
     with scripted(tiny, env={"TEST_DELAY": "0.001"}, trace=path) as running:
         for _ in range(5):
             assert running.complete("hi", max_tokens=50)[0] == 200
-        end = time.monotonic() + PATIENCE
-        while "decode" not in path.read_text():
-            assert time.monotonic() < end
-            time.sleep(0.01)
+        until(lambda: "decode" in path.read_text(), "nothing is written")
         running.signal(signal.SIGKILL)
         running.wait()
         told = json.loads(path.read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cases.servers import teach_short_outputs
-from cases.servers import until as eventually
+from e2e import raw
 from e2e.harness import ServerProcess
+from e2e.harness import until as eventually
 from e2e.pool import Srv
 from server.conftest import serve, tokenizer  # noqa: F401 - fixtures
 from server.fake_engine import FakeEngine, fake_info
@@ -57,7 +59,7 @@ def total(samples: Samples, name: str, **labels: str) -> float:
 @pytest.fixture
 def crowded(srv: Srv) -> ServerProcess:
     """Far too few pages for those whom admission lets in."""
-    server = srv(pages=12, chunk=64)
+    server = srv(pages=12, chunk=64, env=raw.FAULTS)
     teach_short_outputs(server)
     return server
 
@@ -76,7 +78,7 @@ def test_b91_tokens_count_once_though_they_are_computed_twice(crowded: ServerPro
     before = scrape(crowded)
     prompts = [crowded.tokens(60, seed=k) for k in range(8)]
     body = {"max_tokens": 60, "ignore_eos": True, "temperature": 1}
-    answers = crowded.gather(
+    answers = crowded.together(
         [lambda k=k: crowded.complete(prompts[k], **body, seed=k) for k in range(8)]
     )
     answers.append(crowded.complete(prompts[0], n=3, max_tokens=5, ignore_eos=True))
@@ -113,23 +115,20 @@ def test_b91_who_waits_for_pages_says_so_and_who_is_behind_says_that(
 ) -> None:
     body = {"ignore_eos": True, "max_tokens": 120, "prompt": [5] * 60}
     streams = [crowded.stream("/v1/completions", **body) for _ in range(12)]
-    calls = [lambda s=stream: len(list(s)) for stream in streams]
     seen: dict[str, str] = {}
-    done = threading.Event()
 
-    def watch() -> None:
-        while not done.is_set():
-            for told in crowded.http.get("/v1/requests?state=waiting").json()["data"]:
-                if told["waits"] is not None:
-                    seen[told["waits"]["reason"]] = told["waits"]["text"]
-            done.wait(0.005)
+    def look() -> bool:
+        for told in crowded.http.get("/v1/requests?state=waiting").json()["data"]:
+            if told["waits"] is not None:
+                seen[told["waits"]["reason"]] = told["waits"]["text"]
+        return bool(seen.keys() & {"pages", "preempted"})
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    crowded.gather(calls)
-    done.set()
-    watcher.join()
-    assert "does not fit beside those that run" in seen["pages"] or "preempted" in seen
+    with ThreadPoolExecutor(12) as clients:
+        with raw.slowed(crowded):
+            answers = [clients.submit(list, stream) for stream in streams]
+            eventually(look, "nobody waits for pages")
+        assert all(answer.result() for answer in answers)
+    assert "does not fit beside those that run" in seen.get("pages", "") or "preempted" in seen
     assert seen.keys() <= {str(reason) for reason in WaitReason}
     for told in crowded.http.get("/v1/requests?state=ended&limit=12").json()["data"]:
         assert sum(told["time"].values()) == pytest.approx(told["age_seconds"], abs=1e-3)
@@ -141,25 +140,22 @@ def test_b91_who_waits_for_pages_says_so_and_who_is_behind_says_that(
 def test_a_cancelled_request_leaves_nothing_behind(crowded: ServerProcess, n: int) -> None:
     before = scrape(crowded)
     body: dict[str, Any] = {"prompt": [5] * 20, "max_tokens": 140 // n, "ignore_eos": True, "n": n}
-    # Two or three run at a time: those at the end are alive when the list is asked for.
-    streams = [crowded.stream("/v1/completions", **body) for _ in range(12)]
-    first = next(streams[0])
-    rest = [threading.Thread(target=lambda s=s: list(s)) for s in streams[1:]]
-    for thread in rest:
-        thread.start()
-    eventually(lambda: crowded.metric("turnstile_requests_waiting") > 0)
-    for told in crowded.http.get("/v1/requests?state=alive").json()["data"]:
-        answer = crowded.http.delete(f"/v1/requests/{told['answer_id']}")
-        assert answer.status_code == 200
-    events = [first, *streams[0]]
-    finishes = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
-    assert set(finishes) <= {"abort", "length"}
-    assert len(finishes) == n
-    for thread in rest:
-        thread.join(30)
-        assert not thread.is_alive()
+    with ThreadPoolExecutor(12) as clients, raw.slowed(crowded):
+        streams = [crowded.stream("/v1/completions", **body) for _ in range(12)]
+        answers = [clients.submit(list, stream) for stream in streams]
+        eventually(lambda: crowded.metric("turnstile_requests_in_flight") == 1 + 12)
+        eventually(lambda: crowded.metric("turnstile_requests_running") > 1)
+        alive = crowded.http.get("/v1/requests?state=alive").json()["data"]
+        assert len(alive) == 1 + 12
+        for told in alive[1:]:  # the first one sees to it that nobody ends meanwhile
+            answer = crowded.http.delete(f"/v1/requests/{told['answer_id']}")
+            assert answer.status_code == 200
+        ended = [answer.result() for answer in answers]
+    for events in ended:
+        finishes = [c["finish_reason"] for e in events for c in e["choices"] if c["finish_reason"]]
+        assert finishes == ["abort"] * n
     after = scrape(crowded)
-    assert growth(before, after, "turnstile_requests_total", outcome="abort") > 0
+    assert growth(before, after, "turnstile_requests_total", outcome="abort") >= 12
     assert total(after, "turnstile_pages", state="held") == 0
 
 
@@ -171,9 +167,11 @@ def test_b91_outcomes_add_up_to_what_was_sent(crowded: ServerProcess) -> None:
     crowded.complete([5] * 5000, max_tokens=1)
     for _ in range(30):
         crowded.post("/v1/completions", prompt="x", model="no-such-model")
-    stream = crowded.stream("/v1/completions", prompt=[5] * 20, max_tokens=150, ignore_eos=True)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
+    with crowded.frozen():  # so that it does not end before anybody notices that it was left
+        leaver = raw.Raw(crowded, "/v1/completions", prompt=[5] * 20, max_tokens=150, stream=True)
+        leaver.until(b"\r\n\r\n")
+        leaver.reset()
+        eventually(lambda: crowded.metric("turnstile_requests_in_flight") == 0)
     after = scrape(crowded)
     by_outcome = {
         outcome: growth(before, after, "turnstile_requests_total", outcome=outcome)
@@ -275,7 +273,7 @@ def check_series(series: Series, samples: Samples) -> None:
 
 def test_b91_the_waiting_are_counted_by_reason(serve: Serve) -> None:  # noqa: F811
     async def test() -> None:
-        async with serve(max_num_seqs=1, delay=0.002) as served, listening(served) as port:
+        async with serve(max_num_seqs=1, delay=0.05) as served, listening(served) as port:
             body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
             clients = [await Raw.post(port, "/v1/completions", body) for _ in range(10)]
             await until(lambda: served.engine.snapshot.waiting == 9)

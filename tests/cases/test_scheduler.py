@@ -2,52 +2,68 @@
 
 from __future__ import annotations
 
+import json
 import threading
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cases.servers import LONG_POOL, occupied, preemptions, queued, teach_short_outputs, text, until
-from e2e.harness import PATIENCE, ServerProcess, text_of
-from e2e.pool import Srv
+from cases.servers import LONG_POOL, occupied, preemptions, queued, teach_short_outputs, text
+from e2e.harness import PATIENCE, ServerProcess, text_of, until
+from e2e.pool import Srv, flags
 
 pytestmark = pytest.mark.e2e
 
 BASE: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
 
-class Timed(threading.Thread):
-    """A stream that is read in a thread; ``times`` says when each of its tokens came."""
+class Traced:
+    """A server with room for requests that run for a minute, and the trace of its steps."""
 
-    def __init__(self, server: ServerProcess, prompt: list[int], **body: Any) -> None:
-        super().__init__(daemon=True)
-        self.times: list[float] = []
-        self.events: list[dict[str, Any]] = []
-        self._events = server.stream(
-            "/v1/completions", prompt=prompt, return_token_ids=True, **BASE | body
-        )
-        self.start()
+    def __init__(self, server: ServerProcess, path: Path) -> None:
+        self.server, self._path = server, path
 
-    def run(self) -> None:
-        for event in self._events:
-            self.times.append(time.monotonic())
-            self.events.append(event)
+    def steps(self, since: float = 0.0) -> list[dict[str, Any]]:
+        """What was in each step that began then or later (microseconds)."""
+        told = [event for event in self._told() if event["ph"] == "X" and event["ts"] >= since]
+        return [event["args"] | {"ts": event["ts"]} for event in told]
 
-    def tokens(self, count: int) -> None:
-        """Wait until that many tokens are there."""
-        end = time.monotonic() + PATIENCE
-        while len(self.times) < count:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+    def began(self, answer: list[dict[str, Any]], part: str) -> float:
+        """When an answer entered a part of its way, on the clock of the steps."""
 
-    def whole(self) -> list[dict[str, Any]]:
-        """Wait for its end; the events."""
-        self.join(60)
-        assert not self.is_alive()
-        return self.events
+        def seen() -> list[float]:
+            return [
+                event["ts"]
+                for event in self._told()
+                if event["ph"] == "b"
+                and event["name"] == part
+                and event["id"].startswith(answer[0]["id"])
+            ]
+
+        until(seen, "it is not in the trace")  # what happened is written a little later
+        return seen()[0]
+
+    def _told(self) -> list[dict[str, Any]]:
+        told: list[dict[str, Any]] = json.loads(self._path.read_text())
+        return told
+
+
+@pytest.fixture(scope="module")
+def traced(long: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Traced]:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    settings = flags(pages=LONG_POOL, chunk=64, seqs=8, prefix=False, trace=path)
+    with ServerProcess(long, **settings) as server:
+        yield Traced(server, path)
+        server.check()
+
+
+def stream(server: ServerProcess, length: int, seed: int, **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream after a prompt of ``length`` tokens."""
+    prompt = server.tokens(length, seed=seed)
+    return list(server.stream("/v1/completions", prompt=prompt, **BASE | body))
 
 
 # B01 -------------------------------------------------------------------------------------------
@@ -94,35 +110,36 @@ def test_b01_a_context_larger_than_the_pool_is_said_at_the_start(
 # B03, B05 ----------------------------------------------------------------------------------------
 
 
-def test_b03_others_stream_on_while_a_long_prompt_is_computed(cold: ServerProcess) -> None:
-    server = cold
-    victim = Timed(server, server.tokens(16, seed=1), max_tokens=400)
-    victim.tokens(10)
-    began = time.monotonic()
-    big = Timed(server, server.tokens(1500, seed=2), max_tokens=1)
-    newcomer = Timed(server, server.tokens(16, seed=3), max_tokens=4)
-    big.whole()
-    ended = big.times[0]
-    newcomer.whole()
-    victim.whole()
-    # Every step that computes a chunk of the long prompt also draws for the victim.
-    chunks = 1500 // 64
-    assert sum(began <= t <= ended for t in victim.times) >= chunks - 1
-    assert newcomer.times[0] < ended, "a short newcomer does not wait for a long prompt"
+def test_b03_others_stream_on_while_a_long_prompt_is_computed(traced: Traced) -> None:
+    server = traced.server
+    with occupied(server, 1):
+        big, newcomer = server.together(
+            [
+                lambda: stream(server, 1500, 2, max_tokens=1),
+                lambda: stream(server, 16, 3, max_tokens=4),
+            ]
+        )
+        began, ended = traced.began(big, "prefill"), traced.began(big, "decode")
+        assert traced.began(newcomer, "decode") < ended, "it waits for a long prompt"
+    computing = [
+        step for step in traced.steps(began) if step["ts"] < ended and step["prefill_tokens"]
+    ]
+    assert len(computing) >= 1500 // 64
+    # Every step that computes a chunk of the long prompt also draws for the one that decodes.
+    assert all(step["draws"] for step in computing)
 
 
-def test_b05_newcomers_start_while_somebody_decodes(cold: ServerProcess) -> None:
-    server = cold
-    long = Timed(server, server.tokens(8, seed=1), max_tokens=1500)
-    long.tokens(5)
-    late = [Timed(server, server.tokens(200, seed=k), max_tokens=4) for k in range(2, 5)]
-    for each in late:
-        each.whole()
-    seen = len(long.times)
-    assert seen < 1500, "they had to wait until the long one ended"
-    # An unloaded prompt of 200 takes 4 steps of 64; three share them, so 12 and their outputs.
-    assert sum(t <= late[-1].times[0] for t in long.times) < 10 * 16
-    assert text_of(long.whole())
+def test_b05_newcomers_start_while_somebody_decodes(traced: Traced) -> None:
+    server = traced.server
+    with occupied(server, 1) as (long,):
+        late = server.together(
+            [lambda k=k: stream(server, 200, k, max_tokens=4) for k in (2, 3, 4)]
+        )
+        assert not long.has_answer, "they had to wait until the long one ended"
+    began = min(traced.began(each, "prefill") for each in late)
+    started = max(traced.began(each, "decode") for each in late)
+    # An unloaded prompt of 200 takes 4 steps of 64; three share them, so 10 and their outputs.
+    assert sum(step["ts"] < started for step in traced.steps(began)) <= 16
 
 
 # B07 ---------------------------------------------------------------------------------------------
@@ -168,7 +185,7 @@ def test_b07_a_preempted_request_ends_as_if_it_had_not_been(
     assert not preemptions(roomy)
     before = preemptions(tight)
     teach_short_outputs(tight)
-    assert tight.gather([lambda k=k: run(tight, k) for k in range(8)]) == expected
+    assert tight.together([lambda k=k: run(tight, k) for k in range(8)]) == expected
     assert preemptions(tight) > before, "nobody was preempted: the case proves nothing"
 
 
@@ -223,12 +240,13 @@ def test_b11_priority_orders_those_who_wait_and_stops_nobody(
     with (
         occupied(server, 1, priority=10) as (running,),
         queued(server, 3, priority=10) as others,
+        ThreadPoolExecutor(1) as client,
     ):
-        urgent = Timed(server, server.tokens(8, seed=20), max_tokens=4, priority=-10_000)
+        urgent = client.submit(stream, server, 8, 20, max_tokens=4, priority=-10_000)
         until(lambda: server.metric("turnstile_requests_waiting") == 4)
-        assert not urgent.times, "nobody who runs is stopped for a more urgent one"
+        assert not urgent.done(), "nobody who runs is stopped for a more urgent one"
         running.reset()
-        urgent.whole()
+        assert text_of(urgent.result())
         # The freed slot was the urgent one's: had one of the others had it, that one would run on.
         until(lambda: server.metric("turnstile_requests_waiting") == 2)
         assert server.metric("turnstile_requests_running") == 1

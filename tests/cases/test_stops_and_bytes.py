@@ -148,14 +148,16 @@ def test_b39_the_stop_string_is_not_in_the_answer_and_ends_it(real: ServerProces
         assert usage["completion_tokens"] < whole[1]["usage"]["completion_tokens"]
 
 
-def test_b39_a_stop_string_ends_the_work_too(server: ServerProcess) -> None:
+def test_b39_a_stop_string_ends_the_work_too(single: ServerProcess) -> None:
+    server = single
     said = text(server.complete(server.tokens(9, seed=39), **BASE, max_tokens=20))
     before = server.metric("turnstile_steps_total")
-    body = {**BASE, "max_tokens": 1900, "stop": said[3:6]}
+    body = {**BASE, "max_tokens": 30_000, "stop": said[3:6]}
     answer = server.complete(server.tokens(9, seed=39), **body)
     assert text(answer) == said[: said.index(said[3:6])]
     server.idle()
-    assert server.metric("turnstile_steps_total") - before < 500
+    # The API process finds it while the engine goes on: not as far as it would have gone.
+    assert server.metric("turnstile_steps_total") - before < 10_000
 
 
 # B41 ---------------------------------------------------------------------------------------------

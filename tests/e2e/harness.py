@@ -203,15 +203,22 @@ class ServerProcess:
             return [future.result() for future in [pool.submit(call) for call in calls]]
 
     def together(self, calls: list[Any]) -> list[Any]:
-        """The same, and all of them (a prompt each) are inside before the first is computed."""
-        accepted = self.metric("turnstile_gate_accepted_total") + len(calls)
+        """The same, but the calls (a prompt each) come in one after another, and all of them are
+        inside before the first is computed.
+        """
+        accepted = self.metric("turnstile_gate_accepted_total")
         with ThreadPoolExecutor(len(calls)) as pool:
+            futures = []
             with self.frozen():
-                futures = [pool.submit(call) for call in calls]
-                until(
-                    lambda: self.metric("turnstile_gate_accepted_total") >= accepted,
-                    "not all of them were let in",
-                )
+                for call in calls:
+                    futures.append(pool.submit(call))
+                    accepted += 1
+                    until(
+                        lambda so_many=accepted: (
+                            self.metric("turnstile_gate_accepted_total") >= so_many
+                        ),
+                        "it was not let in",
+                    )
             return [future.result() for future in futures]
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ import pytest
 from e2e.conftest import Launch
 from e2e.harness import PATIENCE, ServerProcess, text_of
 from e2e.pool import Srv
+from e2e.raw import FAULTS, slowed
 
 pytestmark = pytest.mark.e2e
 
@@ -69,7 +70,7 @@ def test_preempted_requests_end_with_the_text_they_would_have_had(srv: Srv) -> N
         )
         for k in range(8)
     ]
-    assert server.gather(calls) == alone
+    assert server.together(calls) == alone
 
 
 # B93: nobody outlives the server.
@@ -85,7 +86,7 @@ def test_the_engine_dies_with_the_server(tiny: Path) -> None:
 
 
 def test_streams_survive_the_death_of_the_engine(launch: Launch) -> None:
-    server = launch(num_pages=128, max_num_seqs=8, max_num_batched_tokens=64)
+    server = launch(num_pages=128, max_num_seqs=8, max_num_batched_tokens=64, env=FAULTS)
     body = {"max_tokens": 400, "ignore_eos": True, "temperature": 1.0}
     prompts = [server.tokens(30, seed=k) for k in range(4)]
     alone = [
@@ -96,9 +97,10 @@ def test_streams_survive_the_death_of_the_engine(launch: Launch) -> None:
         server.stream("/v1/completions", prompt=prompt, **body, seed=k)
         for k, prompt in enumerate(prompts)
     ]
-    first = [next(stream) for stream in streams]
     pid = server.engine_pid
-    os.kill(pid, signal.SIGKILL)
+    with slowed(server):
+        first = [next(stream) for stream in streams]
+        os.kill(pid, signal.SIGKILL)
     rest = server.gather([lambda s=stream: list(s) for stream in streams])
     for k in range(4):
         events = [first[k], *rest[k]]
