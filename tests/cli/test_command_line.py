@@ -200,6 +200,15 @@ def test_what_the_machine_lacks_is_one_line_and_no_traceback(
     assert "Traceback" not in error
 
 
+def test_a_context_longer_than_the_model_is_refused_before_an_engine_loads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = make_tiny_llama(tmp_path / "tiny")
+    words = ["serve", str(model), "--max-model-len", "99999", "--port", "0"]
+    assert main(words) == EXIT_USAGE
+    assert "--max-model-len 99999 is more than the" in capsys.readouterr().err
+
+
 def test_a_taken_port_is_told_with_a_way_out(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

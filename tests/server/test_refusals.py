@@ -293,6 +293,20 @@ def test_only_json_is_taken(serve: Serve, kind: str) -> None:
     asyncio.run(test())
 
 
+def test_an_output_longer_than_the_context_is_told_by_its_own_name(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            for body in ({"prompt": "a"}, {"prompt": [5]}):
+                answer = await served.client.post(
+                    "/v1/completions", json={**body, "max_tokens": 999_999}
+                )
+                error = answer.json()["error"]
+                assert (answer.status_code, error["param"]) == (400, "max_tokens")
+                assert "999999 for the output" in error["message"]
+
+    asyncio.run(test())
+
+
 def test_unknown_routes_and_methods_are_json_errors(serve: Serve) -> None:
     async def test() -> None:
         async with serve() as served:

@@ -99,7 +99,9 @@ def _listening(config: ServerConfig) -> Iterator[socket.socket]:
 
 
 def _find_model(config: EngineConfig) -> ModelSource:
-    """The model's files, fetched where they are not here yet."""
+    """The model's files, fetched where they are not here yet. What is wrong with them, or asks too
+    much of them, is known here; the engine would need seconds for it.
+    """
     from turnstile.models.source import resolve
 
     source = resolve(
@@ -107,8 +109,8 @@ def _find_model(config: EngineConfig) -> ModelSource:
         revision=config.revision,
         report=lambda text: logger.info("%s", text),
     )
-    if not source.is_gguf:
-        source.open_tensors()  # a damaged checkpoint is known here; the engine needs seconds for it
+    config.check_positions(source.config.max_positions)
+    source.open_tensors()
     return source
 
 

@@ -241,15 +241,8 @@ def _check_room(flag: str, value: int, wanted: int, device: str) -> None:
 
 
 def _max_model_len(config: EngineConfig, max_positions: int, num_pages: int) -> int:
-    pool = num_pages * config.page_size
-    if config.max_model_len is None:
-        return min(max_positions, pool)
-    if config.max_model_len > max_positions:
-        raise EngineConfigError(
-            f"--max-model-len {config.max_model_len} is more than the {max_positions} positions "
-            "this model knows."
-        )
-    return config.max_model_len
+    config.check_positions(max_positions)
+    return config.max_model_len or min(max_positions, num_pages * config.page_size)
 
 
 def _best_device() -> str:

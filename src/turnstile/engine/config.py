@@ -86,3 +86,11 @@ class EngineConfig:
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise EngineConfigError("--gpu-memory-utilization must be above 0 and at most 1.")
+
+    def check_positions(self, most: int) -> None:
+        """Raise :class:`EngineConfigError` for a context longer than the model's positions."""
+        if self.max_model_len is not None and self.max_model_len > most:
+            raise EngineConfigError(
+                f"--max-model-len {self.max_model_len} is more than the {most} positions this "
+                "model knows."
+            )

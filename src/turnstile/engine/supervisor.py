@@ -264,7 +264,9 @@ class ProcessEngine(JournaledClient):
         self._report_no_engine()
         self._restarts += not narrowed
         if self._restarts > self.config.max_restarts:
-            self._die(f"{why} It was restarted {self.config.max_restarts} times in vain.")
+            why += f" It was restarted {self.config.max_restarts} times in vain."
+            logger.error("The engine is given up. %s", why)
+            self._die(why)
             return
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.RECOVERING
@@ -316,7 +318,6 @@ class ProcessEngine(JournaledClient):
         return verdict.narrowed
 
     def _die(self, why: str) -> None:
-        logger.error("The engine is given up. %s", why)
         self.state = EngineState.DEAD
         self._end_all("error", f"The engine has died and cannot be restarted. {why}")
 

@@ -119,7 +119,9 @@ def run(channel: Channel, loop: StepLoop) -> None:
 
 def _explain(error: Exception) -> str:
     """The error as a sentence for people; what nobody foresaw is logged with its traceback."""
-    foreseen = isinstance(error, ValueError | OSError | MemoryError)
+    if isinstance(error, MemoryError):
+        return "The memory is not enough to load the model. Free some, or serve a smaller one."
+    foreseen = isinstance(error, ValueError | OSError)
     if foreseen or type(error).__module__.startswith("turnstile."):
         return str(error) or f"The engine could not start ({type(error).__name__})."
     logger.exception("The engine could not start")

@@ -176,4 +176,6 @@ class App:
 
 
 async def _no_route(scope: Any, receive: Any, send: Any) -> None:
-    raise ApiError(404, f"There is no route {scope['path'][:100]}.", code="route_not_found")
+    raise ApiError(
+        404, f"There is no route {scope['path'][:100]}; see /docs.", code="route_not_found"
+    )

@@ -170,13 +170,19 @@ def final_max_tokens(
     return room if default is None else min(default, room)
 
 
-def context_error(prompt_tokens: int, limit: int, wanted: int, where: str = "prompt") -> ApiError:
-    """400 for a prompt that leaves no room for its output."""
+def context_error(
+    prompt_tokens: int, limit: int, wanted: int, where: str = "prompt", *, at_least: bool = False
+) -> ApiError:
+    """400 for a prompt that leaves no room for its output. ``at_least``: it was not tokenized, and
+    is known not to be shorter.
+    """
+    least = "at least " if at_least else ""
+    or_lower = " or lower max_tokens" if prompt_tokens < limit else ""
     return ApiError(
         400,
-        f"The context is {limit} tokens, but the request needs {prompt_tokens + wanted}: "
-        f"{prompt_tokens} for the prompt and {wanted} for the output. Shorten the prompt or lower "
-        "max_tokens.",
+        f"The context is {limit} tokens, but the request needs {least}{prompt_tokens + wanted}: "
+        f"{least}{prompt_tokens} for the prompt and {wanted} for the output. Shorten the "
+        f"prompt{or_lower}.",
         param="max_tokens" if prompt_tokens < limit else where,
         code="context_length_exceeded",
         extra={"n_prompt_tokens": prompt_tokens, "n_ctx": limit},

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from turnstile.server.errors import ApiError, bad_request
+from turnstile.server.errors import bad_request
 from turnstile.server.model import ServedModel
+from turnstile.server.parameters import context_error
 from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
 
@@ -74,14 +75,7 @@ class Reader:
         if not least:
             self.refuse_giant(num_bytes, where)  # this tokenizer may drop text: nobody knows
         elif least + output > limit:
-            raise ApiError(
-                400,
-                f"{where} is {num_bytes} bytes, which is at least {least} tokens; the context is "
-                f"{limit} tokens, the output included. Shorten it.",
-                param=where,
-                code="context_length_exceeded",
-                extra={"n_prompt_tokens": least, "n_ctx": limit},
-            )
+            raise context_error(least, limit, output, where, at_least=True)
 
     def refuse_giant(self, size: int, where: str) -> None:
         """Raise :class:`ApiError` 400 for text that need not fit, because it is cut or only
