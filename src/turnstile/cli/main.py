@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from cyclopts import App
+from cyclopts import App, Parameter
 from cyclopts.exceptions import CycloptsError, UnknownOptionError
 
 from turnstile import __version__
@@ -37,8 +37,12 @@ def make_app() -> App:
         name="turnstile",
         version=__version__,
         help="Serve language models to many people at once, predictably.",
-        help_format="plaintext",
+        help_epilogue="Flags may also be set in the environment: --flag of verb as "
+        "TURNSTILE_VERB_FLAG.",
+        help_format="markdown",
         result_action="return_value",
+        # TURNSTILE_VERB_FLAG, told once at the end of a page instead of at every flag.
+        default_parameter=Parameter(show_env_var=False, negative_iterable=()),
     )
     for verb, summary in VERBS.items():
         app.command(f"turnstile.cli.{verb.replace('-', '_')}:app", name=verb, help=summary)

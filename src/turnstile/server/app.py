@@ -50,7 +50,7 @@ class App:
                 for method, path, handler in routes
             ],
             redirect_slashes=False,
-            default=_no_route,
+            default=self._no_route,
         )
         self._handlers = {
             (method, path): handler for method, path, handler in routes if "{" not in path
@@ -145,7 +145,7 @@ class App:
         if methods:
             headers.append((b"allow", ", ".join(sorted([*methods, "OPTIONS"])).encode()))
         elif not headers:  # an allowed page is let through to the refusal, and reads it there
-            await _no_route(exchange.scope, None, None)
+            await self._no_route(exchange.scope, None, None)
         await exchange.respond(b"", 204, headers=headers)
 
     def _methods(self, exchange: Exchange) -> list[str]:
@@ -174,8 +174,8 @@ class App:
             with contextlib.suppress(Exception):
                 log_access(exchange, time.monotonic() - exchange.started)
 
-
-async def _no_route(scope: Any, receive: Any, send: Any) -> None:
-    raise ApiError(
-        404, f"There is no route {scope['path'][:100]}; see /docs.", code="route_not_found"
-    )
+    async def _no_route(self, scope: Any, receive: Any, send: Any) -> None:
+        message = f"There is no route {scope['path'][:100]}."
+        if self.service.config.enable_docs:
+            message += " /docs shows those there are."
+        raise ApiError(404, message, code="route_not_found")
