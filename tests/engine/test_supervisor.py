@@ -32,9 +32,26 @@ def _faults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TURNSTILE_FAULTS", "1")
 
 
+class HeldEngine(ProcessEngine):
+    """An engine whose epoch :attr:`hold` does not begin before a test lets it."""
+
+    hold = 0
+
+    async def _launch(self, pause: float) -> None:
+        while self.epoch + 1 == self.hold:
+            await asyncio.sleep(0.005)
+        await super()._launch(pause)
+
+    async def lose(self) -> None:
+        """Kill the process; returns when that is known. There is none until :attr:`hold` is 0."""
+        self.hold = self.epoch + 1
+        os.kill(pid(self), signal.SIGKILL)
+        await until(lambda: self.state is EngineState.RECOVERING)
+
+
 @asynccontextmanager
-async def running(settings: EngineConfig) -> AsyncIterator[ProcessEngine]:
-    engine = ProcessEngine(settings)
+async def running(settings: EngineConfig) -> AsyncIterator[HeldEngine]:
+    engine = HeldEngine(settings)
     try:
         await engine.start()
         yield engine
@@ -75,12 +92,12 @@ async def test_streams_go_on_with_the_same_tokens_after_two_kills() -> None:
         ]
         for kill, least in enumerate((5, 20), start=1):
             await until(lambda least=least: min(len(a.tokens[0]) for a in answers[:30]) >= least)  # type: ignore[misc]
-            os.kill(pid(engine), signal.SIGKILL)
-            await until(lambda: engine.state is EngineState.RECOVERING)
+            await engine.lose()
             late = generation(f"late{kill}", [kill], 5)
             requests.append(late)
             answers.append(Answer(1))
             tasks.append(asyncio.create_task(collect(engine.submit(late), into=answers[-1])))
+            engine.hold = 0
             await until(lambda: engine.state is EngineState.READY)
         await asyncio.gather(*tasks)
         assert engine.epoch == 3
@@ -161,14 +178,16 @@ async def test_an_engine_that_cannot_be_restarted_is_given_up_with_an_error_to_e
         task = asyncio.create_task(ask(engine, generation("a", [1], 3000)))
         await until(lambda: engine.snapshot.running == 1)
         engine.config.model = "fake:broken"
+        engine.hold = 4
         os.kill(pid(engine), signal.SIGKILL)
-        await until(lambda: engine.epoch > 2)
+        await until(lambda: engine.epoch == 3)
         # Nobody knows any more how long it will take: newcomers are told to come again.
         with pytest.raises(EngineUnavailableError, match="in vain") as refusal:
             engine.submit(generation("late", [2]))
         assert refusal.value.state is EngineState.RECOVERING
         assert refusal.value.retry_after is not None
         assert refusal.value.retry_after >= 1
+        engine.hold = 0
         answer = await task
         assert answer.finish == ["error"]
         assert "cannot be restarted" in answer.errors[0]
@@ -195,8 +214,7 @@ async def test_while_there_is_no_engine_no_page_is_held_and_whoever_waits_may_le
         await until(lambda: engine.snapshot.running == 5)
         told = []
         engine.subscribe(lambda result: told.append(result.snapshot))
-        os.kill(pid(engine), signal.SIGKILL)
-        await until(lambda: engine.state is EngineState.RECOVERING)
+        await engine.lose()
         steps = engine.snapshot.step
         assert (engine.snapshot.running, engine.snapshot.pages_held) == (0, 0)
         assert engine.snapshot.waiting == 5
@@ -204,6 +222,7 @@ async def test_while_there_is_no_engine_no_page_is_held_and_whoever_waits_may_le
             stream.cancel()
         assert engine.snapshot.waiting == 0
         assert all(snapshot.step >= steps for snapshot in told[-3:])
+        engine.hold = 0
         await until(lambda: engine.state is EngineState.READY)
         await until(lambda: told[-1].step == 0)  # the new engine says that it is empty
         assert (told[-1].running, told[-1].pages_held, told[-1].waiting) == (0, 0, 0)
@@ -224,9 +243,9 @@ async def test_tenants_keep_their_counters_when_the_engine_is_killed() -> None:
         tasks = [asyncio.create_task(ask(engine, request)) for request in requests]
         await gone_task
         await until(lambda: engine.snapshot.tenants.get("few", 0) > 40)
-        os.kill(pid(engine), signal.SIGKILL)
-        await until(lambda: engine.state is EngineState.RECOVERING)
+        await engine.lose()
         before = dict(engine.snapshot.tenants)
+        engine.hold = 0
         assert before["many"] > 3 * before["few"]
         await until(lambda: engine.epoch == 2 and len(engine.snapshot.tenants) == 2)
         after = dict(engine.snapshot.tenants)
@@ -267,12 +286,12 @@ async def test_cancelling_works_in_every_state() -> None:
         pair.cancel(0)
         queued.cancel()
         assert await collect(queued) is not None
-        os.kill(pid(engine), signal.SIGKILL)
-        await until(lambda: engine.state is EngineState.RECOVERING)
+        await engine.lose()
         recovering = engine.submit(generation("recovering", [4], 30))
         recovering.cancel()
         runs.cancel()
         runs.cancel()
+        engine.hold = 0
         assert (await collect(recovering)).tokens == [[]]
         answer = await collect(pair, 2)
         assert answer.tokens[0] == []
@@ -301,7 +320,7 @@ async def test_stopping_drains_then_aborts_then_ends_the_process() -> None:
     short = asyncio.create_task(ask(engine, generation("short", [1], 10)))
     long = asyncio.create_task(ask(engine, generation("long", [2], 4000)))
     await asyncio.sleep(0)
-    stopping = asyncio.create_task(engine.stop(1.0))
+    stopping = asyncio.create_task(engine.stop(3.0))
     await asyncio.sleep(0)
     with pytest.raises(EngineUnavailableError):
         engine.submit(generation("late", [3]))
@@ -323,10 +342,15 @@ async def test_an_idle_engine_uses_no_cpu_time() -> None:
     async with running(config()) as engine:
         await ask(engine, generation("one", [1], 5))
         process = psutil.Process(pid(engine))
-        before = process.cpu_times()
-        await asyncio.sleep(0.5)
-        after = process.cpu_times()
-        assert after.user + after.system - before.user - before.system <= 0.02
+
+        async def used() -> float:
+            before = process.cpu_times()
+            await asyncio.sleep(0.5)
+            after = process.cpu_times()
+            return after.user + after.system - before.user - before.system
+
+        # It may still have something to do at first; one that turns in vain always has.
+        assert min([await used() for _ in range(3)]) <= 0.02
 
 
 ROOT = Path(turnstile.__file__).parents[1]

@@ -10,7 +10,7 @@ import struct
 
 import pytest
 
-from server.served import Serve, listening, until
+from server.served import PATIENCE, Serve, listening, until
 from turnstile.server import connection
 
 BODY = b'{"prompt": "hello", "max_tokens": 3, "stream": false}'
@@ -39,7 +39,7 @@ async def exchange(port: int, data: bytes, *, half_close: bool = False) -> bytes
     writer.write(data)
     if half_close:
         writer.write_eof()
-    everything = await asyncio.wait_for(reader.read(), 20)
+    everything = await asyncio.wait_for(reader.read(), PATIENCE)
     writer.close()
     return everything
 
@@ -190,10 +190,10 @@ def test_a_client_that_waits_to_be_asked_is_asked(serve: Serve) -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             head, _, body = completion(BODY, b"expect: 100-Continue").partition(b"\r\n\r\n")
             writer.write(head + b"\r\n\r\n")
-            asked = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+            asked = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), PATIENCE)
             assert asked == b"HTTP/1.1 100 Continue\r\n\r\n"
             writer.write(body + request(b"GET /version HTTP/1.1", b"connection: close"))
-            rest = await asyncio.wait_for(reader.read(), 5)
+            rest = await asyncio.wait_for(reader.read(), PATIENCE)
             assert rest.count(b"HTTP/1.1 200 OK") == 2
             assert b"100 Continue" not in rest
             writer.close()

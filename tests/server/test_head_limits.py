@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from server.served import Serve, Served, listening, until
+from server.served import PATIENCE, Serve, Served, listening, until
 from turnstile.server import head_limits
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -26,7 +26,7 @@ async def answered(port: int, data: bytes, *more: bytes) -> list[int]:
     for piece in (data, *more):
         writer.write(piece)
         await asyncio.sleep(0.05 if more else 0)
-    everything = await asyncio.wait_for(reader.read(), 20)
+    everything = await asyncio.wait_for(reader.read(), PATIENCE)
     writer.close()
     return [int(status) for status in re.findall(rb"HTTP/1\.1 (\d{3})", everything)]
 

@@ -188,7 +188,7 @@ def test_names_from_requests_make_no_labels(serve: Serve) -> None:
 
 def test_waiting_and_running_are_told_apart(serve: Serve) -> None:
     async def test() -> None:
-        async with serve(max_num_seqs=1, delay=0.005) as served, listening(served) as port:
+        async with serve(max_num_seqs=1, delay=0.05) as served, listening(served) as port:
             body = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
             clients = [await Raw.post(port, "/v1/completions", body) for _ in range(10)]
             await until(lambda: served.engine.snapshot.running == 1)

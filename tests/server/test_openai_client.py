@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from server.fake_engine import Failure
-from server.served import Serve, listening
+from server.served import Serve, listening, until
 
 
 def client(port: int, **settings: Any) -> openai.AsyncOpenAI:
@@ -88,15 +88,19 @@ def test_an_overloaded_server_is_retried_as_it_asks(serve: Serve) -> None:
     async def test() -> None:
         config = {"max_num_queued_reqs": 0}
         async with (
-            serve(config=config, max_num_seqs=1, delay=0.002) as served,
+            serve(config=config, max_num_seqs=1) as served,
             listening(served) as port,
             client(port, max_retries=5) as api,
         ):
-            answers = await asyncio.gather(
-                *(api.completions.create(model="tiny", prompt="x", max_tokens=50) for _ in "ab")
-            )
-            assert all(answer.choices[0].finish_reason == "length" for answer in answers)
             gate: Any = served.service.gate
-            assert gate.rejections["max_num_queued_reqs"] >= 1
+            served.engine.held = True
+            asked = [
+                asyncio.create_task(api.completions.create(model="tiny", prompt="x", max_tokens=50))
+                for _ in "ab"
+            ]
+            await until(lambda: gate.rejections["max_num_queued_reqs"] >= 1)
+            served.engine.held = False
+            answers = await asyncio.gather(*asked)
+            assert all(answer.choices[0].finish_reason == "length" for answer in answers)
 
     asyncio.run(test())

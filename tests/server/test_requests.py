@@ -58,7 +58,7 @@ def check_times(told: dict[str, Any]) -> None:
 
 def test_the_waiting_say_why_and_who_is_before_them(serve: Serve) -> None:
     async def test() -> None:
-        async with serve(max_num_seqs=1, delay=0.002) as served, listening(served) as port:
+        async with serve(max_num_seqs=1, delay=0.05) as served, listening(served) as port:
             clients = []
             for k in range(4):
                 clients.append(await Raw.post(port, "/v1/completions", LONG))
@@ -199,7 +199,7 @@ def test_the_limit_is_kept_and_more_is_said(serve: Serve) -> None:
 
 def test_while_the_engine_is_away_the_reason_is_the_engine(serve: Serve) -> None:
     async def test() -> None:
-        async with serve(delay=0.002) as served, listening(served) as port:
+        async with serve(delay=0.05) as served, listening(served) as port:
             client = await Raw.post(port, "/v1/completions", LONG)
             await until(lambda: served.engine.snapshot.running == 1)
             served.engine.held = True
@@ -217,7 +217,7 @@ def test_while_the_engine_is_away_the_reason_is_the_engine(serve: Serve) -> None
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_cancelled_request_ends_with_what_there_is(serve: Serve, stream: bool) -> None:
     async def test() -> None:
-        async with serve(max_num_seqs=2, delay=0.002) as served:
+        async with serve(max_num_seqs=2, delay=0.02) as served:
             headers = {"x-request-id": "runaway"}
             body = LONG | {"stream": stream, "n": 2}
             answer = asyncio.create_task(
@@ -247,7 +247,7 @@ def test_a_cancelled_request_ends_with_what_there_is(serve: Serve, stream: bool)
 def test_nobody_cancels_what_is_not_theirs(serve: Serve) -> None:
     async def test() -> None:
         config = {"api_key": ["a-key", "b-key"], "admin_api_key": ["boss"]}
-        async with serve(config=config, delay=0.002) as served:
+        async with serve(config=config, delay=0.05) as served:
             answer = asyncio.create_task(
                 served.client.post(
                     "/v1/completions", json=LONG,

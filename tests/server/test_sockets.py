@@ -205,7 +205,7 @@ def test_the_first_signal_drains_and_the_second_aborts(serve: Serve, signals: in
     async def test() -> None:
         import socket
 
-        async with serve(delay=0.005) as served:
+        async with serve() as served:
             model, _ = served.service.require_model()
 
             async def load() -> Any:
@@ -217,8 +217,9 @@ def test_the_first_signal_drains_and_the_second_aborts(serve: Serve, signals: in
             life = Life(served.service, listener, load)
             running = asyncio.create_task(life.run())
             port = listener.getsockname()[1]
-            raw = await Raw.post(port, "/v1/completions", body(max_tokens=100))
+            raw = await Raw.post(port, "/v1/completions", body(max_tokens=200))
             await raw.until(b"data: {")
+            served.engine.held = True
             life._on_signal()
             await until(lambda: served.service.phase == "draining")
             late = await Raw.post(port, "/v1/completions", body())
@@ -228,6 +229,8 @@ def test_the_first_signal_drains_and_the_second_aborts(serve: Serve, signals: in
             await late.close()
             if signals == 2:
                 life._on_signal()
+            else:
+                served.engine.held = False
             rest = await raw.until(b"data: [DONE]\n\n")
             reason = b"length" if signals == 1 else b"abort"
             assert b'"finish_reason":"%b"' % reason in rest

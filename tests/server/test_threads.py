@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from server.served import Raw, Serve, Served, listening, until
+from server.served import PATIENCE, Raw, Serve, Served, listening, until
 from turnstile.server import reader
 from turnstile.server.auth import key_name
 from turnstile.server.errors import ApiError
@@ -317,7 +317,7 @@ def test_a_deadline_holds_while_a_request_is_being_read(
         async with serve() as served:
             busy.serve(served)
             working = await busy.start()
-            answer = await asyncio.wait_for(served.post(path, **body, timeout=0.05), 20)
+            answer = await asyncio.wait_for(served.post(path, **body, timeout=0.05), PATIENCE)
             assert answer.status_code == 504
             assert answer.json()["error"]["code"] == "deadline_exceeded"
             assert busy.threads.inside == 1
