@@ -2,6 +2,7 @@
 
     PYTHONPATH=src python scripts/bench_kernels.py [--only "100 users"]
     PYTHONPATH=src python scripts/bench_kernels.py --table      # those of docs/performance.md
+    PYTHONPATH=src python scripts/bench_kernels.py --cached-read    # a constant of core/cost.py
 
 For every shape of step: milliseconds, where they go, and the share of the machine's best that the
 products (operations a second) and the attention (bytes a second) reach. The best is measured in
@@ -233,6 +234,23 @@ def print_tables(results: dict[str, list[Result]]) -> None:
         print("| argmax, normaliser | " + " | ".join(f"{r.after * 1e3:.2f}" for r in apart) + " |")
 
 
+def cached_read(decoder: Decoder, repeat: int, rounds: int = 3) -> None:
+    """Measure ``CACHED_READ`` of ``core/cost.py`` and print the line: contexts of which most is in
+    the same pages against those that share none, in turns, as the machine's pace moves.
+    """
+    apart, shared = (shape for shape in SHAPES if shape.name.startswith("100 users, context"))
+    ratios = []
+    for _ in range(rounds):
+        whole, part = (measure(decoder, shape, repeat)[1]["attention"] for shape in (apart, shared))
+        ratios.append(part / whole)
+        print(f"attention {whole * 1e3:.2f} ms, with shared pages {part * 1e3:.2f} ms")
+    tokens = make_batch(shared, decoder.config.vocab_size, 6000).context_lengths.sum()
+    again = shared.shared * (shared.decode - 1) / tokens
+    ratio = statistics.median(ratios)
+    print(f"{ratio:.3f} as long, where {again:.3f} of what is read has been read before:")
+    print(f"CACHED_READ = {max(0.0, (ratio - (1 - again)) / again):.2f}")
+
+
 def load(model: str, form: str, kv: str, threads: int | None) -> tuple[Decoder, float, float]:
     """The model, and the operations and bytes a second that the machine reaches at best."""
     backend = NativeBackend(form, kv, threads)
@@ -256,7 +274,16 @@ def main() -> None:
     parser.add_argument(
         "--table", action="store_true", help="int8 and bfloat16, as tables in Markdown"
     )
+    parser.add_argument(
+        "--cached-read", action="store_true", help="the line of core/cost.py: a minute or two"
+    )
     options = parser.parse_args()
+    if options.cached_read:
+        decoder, *_ = load(
+            options.model, options.format, options.kv or options.format, options.threads
+        )
+        cached_read(decoder, options.repeat)
+        return
     results: dict[str, list[Result]] = {}
     for form in ("int8", "bfloat16") if options.table else (options.format,):
         decoder, *best = load(options.model, form, options.kv or form, options.threads)

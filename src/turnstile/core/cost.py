@@ -33,9 +33,9 @@ Matrix = NDArray[np.float64]
 CACHED_READ = 0.23
 """What attending to K and V that another row of the step attends to as well costs of attending to a
 row's own. Attention of 100 rows with contexts of 560 took 0.28 and 0.32 as long where the first 512
-tokens are in the same pages (``scripts/bench_kernels.py --only "100 users, context"``, int8 with
-AMX, two cores that did nothing else): 0.30 = 0.095 for what is read from memory + 0.905 · 0.23. No
-load without sharing could teach it.
+tokens are in the same pages (int8 with AMX, two cores that did nothing else): 0.30 = 0.095 for what
+is read from memory + 0.905 · 0.23. ``scripts/bench_kernels.py --cached-read`` measures it and
+prints the line. No load without sharing could teach it.
 """
 
 

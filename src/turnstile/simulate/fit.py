@@ -87,30 +87,18 @@ def descend(
 def fit_front(
     known: Calibration, load: Load, measured: Mapping[str, Any], rounds: int = 4
 ) -> tuple[Calibration, float]:
-    """A calibration with the front, the scatter and the pace that make ``load`` end as measured.
-
-    ``pace`` is one factor on the whole cost of turns: the forgetting in the engine's fit weighs
-    the last steps of a run most, and a run's mean pace is what has to agree.
+    """A calibration with the front and the scatter that make ``load`` end as measured.
 
     Returns the calibration and the remaining :func:`distance`.
     """
 
     def apply(parameters: Parameters) -> Calibration:
-        return replace(
-            known.scaled(parameters["pace"]),
-            spread=parameters["spread"],
-            front=Front(parameters["per_request"], parameters["delivery"], parameters["per_row"]),
-        )
+        front = Front(parameters["per_request"], parameters["delivery"])
+        return replace(known, spread=parameters["spread"], front=front)
 
     def loss(parameters: Parameters) -> float:
         return distance(simulate(Plant(calibrated(apply(parameters))), load), measured)
 
-    start = {
-        "pace": 1.0,
-        "per_request": 5e-4,
-        "delivery": 3e-3,
-        "per_row": 3e-5,
-        "spread": 0.1,
-    }
+    start = {"per_request": 5e-4, "delivery": 3e-3, "spread": 0.1}
     best, least = descend(loss, start, rounds=rounds)
     return apply(best), math.sqrt(least)

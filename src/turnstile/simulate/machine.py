@@ -161,7 +161,7 @@ class TurnstileMachine:
 
     def _skip(self, sleepers: FastForward, now: float, until: float) -> float:
         """Take the steps in which everybody sleeps; returns when the last of them has ended."""
-        scheduler, journal, front = self.scheduler, self.journal, self.setup.front
+        scheduler, journal = self.scheduler, self.journal
         while sleepers.steady:
             cost = sleepers.absent
             work = self._work(cost, _NOBODY)
@@ -171,7 +171,7 @@ class TurnstileMachine:
                 break
             scheduler.cost.observe(cost, seconds)
             journal.step(seconds, work, scheduler.pool.num_held)
-            told = max(end + front.delivery + front.per_row * cost.batch, self._told_at)
+            told = end + self.setup.front.delivery
             journal.gap(told - self._told_at, cost.batch)
             self._told_at, now = told, end
         return now
@@ -181,9 +181,7 @@ class TurnstileMachine:
         outcomes = [self._draw(chunk) for chunk in plan.chunks]
         steady = scheduler.attendance.absent.batch
         progress = scheduler.commit(plan, outcomes, now, self._seconds)
-        front = self.setup.front
-        told = now + front.delivery + front.per_row * (len(progress) + steady)
-        told = max(told, self._told_at)
+        told = now + self.setup.front.delivery
         over: list[tuple[int, float]] = []
         happened = scheduler.take_events()
         if self.door is not None:

@@ -26,13 +26,10 @@ class Front:
         Seconds of the API process for each request before the engine sees it, one after another.
     delivery
         Seconds from the end of a step to its tokens at the client.
-    per_row
-        Seconds more for each sequence in the step.
     """
 
     per_request: float = 0.0
     delivery: float = 0.0
-    per_row: float = 0.0
 
 
 class SetupError(ValueError):

@@ -111,8 +111,8 @@ class StaticMachine:
     def complete(self, now: float) -> list[tuple[int, float]]:
         if not self._batch:
             return []  # the end of a wait
-        journal, front, step = self.journal, self.setup.front, self._step
-        told = now + front.delivery + front.per_row * len(self._batch)
+        journal, step = self.journal, self._step
+        told = now + self.setup.front.delivery
         over: list[tuple[int, float]] = []
         steady = 0
         for index in self._batch:
