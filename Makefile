@@ -9,27 +9,32 @@ NATIVE := $(wildcard csrc/pyproject.toml csrc/CMakeLists.txt csrc/engine/* csrc/
 # Tests wait for servers a good part of their time. Each process begins at an end of its own and takes
 # over from the other when it is through, so that files mostly stay together with their servers.
 BESIDE := -n 2 --dist worksteal
+# A .venv whose interpreter does not run any more, or that was made for another directory (its
+# scripts name it), is made anew. The stamp says for which.
+WRECKED := $(shell $(BIN)/python -c "" 2>/dev/null \
+	&& { test ! -s $(STAMP) || test "$$(cat $(STAMP))" = "$(CURDIR)"; } || echo yes)
 # A .venv that is a link belongs to somebody else: it is used as it is, and never installed into.
 LINKED := $(shell test -L $(VENV) && echo yes)
 
-.PHONY: help install serve bench soak bench-peers test test-fast lint format clean
+.PHONY: again help install serve bench soak bench-peers test test-fast lint format clean
 
 help:  ## list the targets
 	@sed -nE 's/^([a-z-]+):.*  ## (.*)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
 
 install: $(if $(LINKED),,$(STAMP))  ## build .venv with everything and fetch the default model
 
-$(STAMP): pyproject.toml constraints.txt $(NATIVE)
+$(STAMP): pyproject.toml constraints.txt $(NATIVE) $(if $(WRECKED),again)
 	@echo "Installing into $(VENV); the first time takes a few minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(WRECKED),$(PYTHON) -m venv --clear $(VENV))
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[torch,dev,bench]'
 	@echo "Building the native kernels (a minute or more)..."
 	@$(BIN)/python -m pip install --quiet ./csrc >$(VENV)/native-build.log 2>&1 \
 		&& echo "The native kernels are built." \
-		|| echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler and Python's headers): the slower reference kernels will be used."
+		|| { $(BIN)/python -m pip uninstall --quiet --yes turnstile-kernels; \
+		echo "The native kernels could not be built (see $(VENV)/native-build.log; they need a C++20 compiler and Python's headers): the slower reference kernels will be used."; }
 	$(BIN)/turnstile pull
-	@touch $(STAMP)
+	@echo "$(CURDIR)" >$(STAMP)
 
 serve: install  ## a running server on http://127.0.0.1:8000; flags in ARGS="..."
 	PYTHONPATH=src $(BIN)/python -m turnstile serve $(ARGS)
