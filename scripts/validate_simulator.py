@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from turnstile.simulate.figures import measure
 from turnstile.simulate.fit import fit_front
 from turnstile.simulate.load import Load, Tenant, from_workload
 from turnstile.simulate.run import Plant, play
-from turnstile.simulate.verdict import Verdict, find_pace, pace_of, values, verdicts
+from turnstile.simulate.verdict import find_pace, pace_of, values, verdicts
 
 SEED = 101
 KEYS = ("flooding-tenant", "quiet-tenant")
@@ -221,12 +221,10 @@ class Measured:
     """Of the Poisson arrivals."""
     known: Calibration
     runs: dict[str, list[dict[str, Any]]]
-    """Figures of each run, by the name of its case. ``before`` says which cases its server had had
-    by then, after the stairs.
-    """
+    """Figures of each run, by the name of its case; ``before``: the cases its server had had."""
 
-    def write(self, path: Path, simulated: dict[str, Any] | None = None) -> None:
-        content = asdict(self) | ({"simulated": simulated} if simulated else {})
+    def write(self, path: Path, **more: Any) -> None:
+        content = asdict(self) | more
         path.write_text(json.dumps({"format": RAW} | content, indent=1) + "\n")
 
     @classmethod
@@ -272,11 +270,11 @@ def answers_before(case: Case, before: list[Case]) -> dict[str, list[int]]:
 
 
 def simulated_run(
-    case: Case, known: Calibration, before: list[Case], seed: int, pace: float
+    case: Case, known: Calibration, before: list[Case], pace: float
 ) -> dict[str, Any]:
     pages = int(case.flags[1]) if "--num-pages" in case.flags else known.engine["num_pages"]
     known = replace(known.scaled(pace), engine=known.engine | {"num_pages": pages})
-    setup = replace(calibrated(known, seed), past_outputs=answers_before(case, before))
+    setup = replace(calibrated(known), past_outputs=answers_before(case, before))
     load = load_of(case)
     journal = play(Plant(setup), load)
     figures = measure(journal, load, setup.num_pages, None)
@@ -302,14 +300,13 @@ class Outcome:
     real: list[dict[str, Any]]
     simulated: list[dict[str, Any]] = field(default_factory=list)
     paces: list[float] = field(default_factory=list)
-    paced: list[dict[str, Any]] = field(default_factory=list)
-
-    def verdicts(self) -> list[Verdict]:
-        return verdicts(self.real, self.simulated)
+    paced: list[Mapping[str, Any]] = field(default_factory=list)
 
 
 def told(numbers: Iterable[float]) -> str:
-    return " / ".join(f"{number:.4g}" for number in numbers)
+    """What was measured or simulated, once where it is always the same."""
+    texts = [f"{number:.4g}" for number in numbers]
+    return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
 
 
 def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: float) -> str:
@@ -321,7 +318,7 @@ def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: 
     ]
     for outcome in outcomes:
         case = outcome.case
-        for number, v in enumerate(outcome.verdicts()):
+        for number, v in enumerate(verdicts(outcome.real, outcome.simulated)):
             why = " (spread)" if v.allowed > v.tolerance else ""
             name = f"**{case.name}**: {case.about}" if number == 0 else ""
             mark = "ok" if v.right else "**off**"
@@ -334,7 +331,7 @@ def table(outcomes: list[Outcome], known: Calibration, measured: Measured, off: 
             real, ours = (values(runs, (counted,)) for runs in (outcome.real, outcome.simulated))
             lines.append(f"| | {label} | {told(real)} | {told(ours)} | | | |")
         lines.append(f"| | pace of the steps | {told(outcome.paces)} | 1 | | | |")
-    judged = [v for outcome in outcomes for v in outcome.verdicts()]
+    judged = [v for outcome in outcomes for v in verdicts(outcome.real, outcome.simulated)]
     paced = [v for outcome in outcomes for v in verdicts(outcome.real, outcome.paced)]
     lines += [
         "",
@@ -356,7 +353,7 @@ def describe(known: Calibration, measured: Measured, off: float, rounds: list[in
         f"{fit.alpha * 1e3:.3f} ms a step, {fit.beta * 1e6:.1f} µs a token "
         f"(but {fit.knee} cost as many as fewer), {fit.gamma * 1e9:.0f} ns a query-key pair of a "
         f"prompt, {decoding * 1e9:.0f} ns a token that decoding rows read, "
-        f"{fit.delta * 1e6:.0f} µs a sequence, scatter {known.spread:.0%}; "
+        f"{fit.delta * 1e6:.0f} µs a sequence; "
         f"{front.per_request * 1e3:.2f} ms a request at the door, "
         f"{front.delivery * 1e3:.2f} ms to the client (what is left of the first run: {off:.1%})."
     )
@@ -408,9 +405,9 @@ def main() -> int:
     if options.docs:
         put_into(options.docs, text)
     if options.raw:
-        measured.write(options.raw, {o.case.name: o.simulated for o in outcomes})
+        measured.write(options.raw, simulated={o.case.name: o.simulated for o in outcomes})
         known.write(options.raw.with_suffix(".calibration.json"))
-    return 0 if all(v.right for o in outcomes for v in o.verdicts()) else 1
+    return 0 if all(v.right for o in outcomes for v in verdicts(o.real, o.simulated)) else 1
 
 
 def measure_all(options: argparse.Namespace, ends: float) -> Measured:
@@ -473,7 +470,7 @@ def told_run(case: Case, url: str, text_seed: int, limit: float) -> dict[str, An
 def simulate_all(measured: Measured) -> tuple[list[Outcome], Calibration, float]:
     """Everything once more, with what the first run has taught."""
     planned = {case.name: case for case in cases(measured.requests, measured.rate)}
-    _tell("fitting what is around the engine to the first run")
+    _tell("simulating")
     first = next(iter(planned.values()))
     fitted, off = fit_front(measured.known, load_of(first), measured.runs[first.name][0])
     outcomes = [
@@ -484,10 +481,9 @@ def simulate_all(measured: Measured) -> tuple[list[Outcome], Calibration, float]
     # Of a pass the engine counts the seconds, and what is foretold is the turn around it.
     around = 1.0
     for outcome in outcomes:
-        _tell(f"simulating {outcome.case.name}")
-        for seed, real in enumerate(outcome.real):
+        for real in outcome.real:
             before = [planned[name] for name in real["before"]]
-            at = partial(simulated_run, outcome.case, fitted, before, seed)
+            at = partial(simulated_run, outcome.case, fitted, before)
             outcome.simulated.append(at(1.0))
             if real is measured.runs[first.name][0]:
                 around = pace_of(real, outcome.simulated[0])

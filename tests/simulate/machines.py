@@ -10,7 +10,7 @@ from turnstile.core.cost import Coefficients
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.load import Load
 from turnstile.simulate.setup import Front, Setup
-from turnstile.simulate.timing import LinearTiming
+from turnstile.simulate.timing import LinearTiming, StepTiming, Work
 
 COEFFICIENTS = Coefficients(alpha=1e-2, beta=1e-3, gamma=0.0, delta=0.0)
 
@@ -42,3 +42,36 @@ def arrivals(*requests: tuple[float, int, int]) -> Load:
         np.asarray(outputs, dtype=np.int64),
         due=np.asarray(due, dtype=np.float64),
     )
+
+
+class ScatteredTiming:
+    """Another timing, with log-normal scatter of mean 1 around it.
+
+    The factor of a step depends on the seed and the step's number alone.
+
+    Parameters
+    ----------
+    spread
+        Standard deviation of the factor's logarithm.
+    """
+
+    _BLOCK = 4096
+
+    def __init__(self, timing: StepTiming, spread: float, seed: int) -> None:
+        self._timing = timing
+        self._spread = spread
+        self._seed = seed
+        self._blocks: dict[int, list[float]] = {}
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self._timing.coefficients
+
+    def seconds(self, work: Work, step: int) -> float:
+        block, at = divmod(step, self._BLOCK)
+        factors = self._blocks.get(block)
+        if factors is None:
+            rng = np.random.default_rng([self._seed, block])
+            normal = rng.standard_normal(self._BLOCK) * self._spread - self._spread**2 / 2
+            factors = self._blocks[block] = np.exp(normal).tolist()
+        return self._timing.seconds(work, step) * factors[at]

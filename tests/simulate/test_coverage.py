@@ -1,7 +1,8 @@
 """Of ten waits, nine are within the 90th percentile that the gate told: also where more comes than
 can be served, and where it comes all at once. On virtual time, behind the scheduler that serves.
 
-``python tests/simulate/test_coverage.py 1500`` prints the table of docs/admission.md.
+``PYTHONPATH=src:tests python tests/simulate/test_coverage.py 1500`` prints the table of
+docs/admission.md.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from simulate.machines import ScatteredTiming
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT
 from turnstile.core.cost import Coefficients
 from turnstile.core.forecast import Calibration
@@ -24,7 +26,7 @@ from turnstile.simulate.load import Load, Tenant, draw
 from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
 from turnstile.simulate.setup import Setup
-from turnstile.simulate.timing import LinearTiming, ScatteredTiming
+from turnstile.simulate.timing import LinearTiming
 
 COST = Coefficients(0.005, 4e-4, 2e-7, 5e-5)
 """About what two cores need for a model of 135 million parameters."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from budget import examples
-from simulate.machines import arrivals, setup
+from simulate.machines import ScatteredTiming, arrivals, setup
 from turnstile.bench.lengths import Uniform
 from turnstile.core.cost import Coefficients
 from turnstile.core.events import Preempted
@@ -25,7 +25,7 @@ from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
 from turnstile.simulate.run import Plant, play, simulate
 from turnstile.simulate.setup import Front, Setup
-from turnstile.simulate.timing import LinearTiming, ScatteredTiming
+from turnstile.simulate.timing import LinearTiming
 
 
 def everything(journal: Journal) -> dict[str, Any]:

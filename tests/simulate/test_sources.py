@@ -59,7 +59,6 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
         coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16),
         passes=Coefficients(0.001, 1e-4, 3e-8, 5e-5),
         samples=300,
-        spread=0.1,
         front=Front(1e-3, 2e-3),
         engine={"num_pages": 100, "page_size": 16},
     )

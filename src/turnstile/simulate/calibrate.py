@@ -13,7 +13,7 @@ import httpx
 from turnstile.core.cost import Coefficients
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.setup import Front, Setup
-from turnstile.simulate.timing import LinearTiming, ScatteredTiming, StepTiming, finite
+from turnstile.simulate.timing import LinearTiming, finite
 
 FORMAT = "turnstile-calibration-1"
 ENOUGH = 200
@@ -61,7 +61,6 @@ class Calibration:
     passes: Coefficients | None = None
     samples: int = 0
     largest_batch: int = 0
-    spread: float = 0.0
     front: Front = field(default_factory=Front)
     engine: dict[str, Any]
 
@@ -109,15 +108,12 @@ ENGINE_SETTINGS = (
 GATE_SETTINGS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queue_wait")
 
 
-def calibrated(known: Calibration, seed: int = 0) -> Setup:
+def calibrated(known: Calibration) -> Setup:
     """The machine a calibration describes."""
     engine = known.engine
     slots = int(engine.get("max_num_seqs") or 128)
-    timing: StepTiming = LinearTiming(known.coefficients)
-    if known.spread:
-        timing = ScatteredTiming(timing, known.spread, seed)
     return Setup(
-        timing=timing,
+        timing=LinearTiming(known.coefficients),
         believes=known.passes,
         measured_batch=known.largest_batch or None,
         num_pages=int(engine["num_pages"]),

@@ -87,18 +87,17 @@ def descend(
 def fit_front(
     known: Calibration, load: Load, measured: Mapping[str, Any], rounds: int = 4
 ) -> tuple[Calibration, float]:
-    """A calibration with the front and the scatter that make ``load`` end as measured.
+    """A calibration with the front that makes ``load`` end as measured.
 
     Returns the calibration and the remaining :func:`distance`.
     """
 
     def apply(parameters: Parameters) -> Calibration:
-        front = Front(parameters["per_request"], parameters["delivery"])
-        return replace(known, spread=parameters["spread"], front=front)
+        return replace(known, front=Front(**parameters))
 
     def loss(parameters: Parameters) -> float:
         return distance(simulate(Plant(calibrated(apply(parameters))), load), measured)
 
-    start = {"per_request": 5e-4, "delivery": 3e-3, "spread": 0.1}
+    start = {"per_request": 5e-4, "delivery": 3e-3}
     best, least = descend(loss, start, rounds=rounds)
     return apply(best), math.sqrt(least)

@@ -1,4 +1,4 @@
-"""How long a step takes: from a running server's own fit, with or without its scatter.
+"""How long a step takes, by a running server's own fit.
 
 A roofline for hardware that is not here is in :mod:`turnstile.simulate.hardware`.
 """
@@ -8,8 +8,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Protocol
-
-import numpy as np
 
 from turnstile.core.cost import Coefficients, CostModel, StepCost
 from turnstile.core.plan import Plan
@@ -88,39 +86,6 @@ class LinearTiming:
 
     def seconds(self, work: Work, step: int) -> float:
         return self.coefficients.predict(work.cost)
-
-
-class ScatteredTiming:
-    """Another timing, with log-normal scatter of mean 1 around it.
-
-    The factor of a step depends on the seed and the step's number alone.
-
-    Parameters
-    ----------
-    spread
-        Standard deviation of the factor's logarithm.
-    """
-
-    _BLOCK = 4096
-
-    def __init__(self, timing: StepTiming, spread: float, seed: int) -> None:
-        self._timing = timing
-        self._spread = spread
-        self._seed = seed
-        self._blocks: dict[int, list[float]] = {}
-
-    @property
-    def coefficients(self) -> Coefficients:
-        return self._timing.coefficients
-
-    def seconds(self, work: Work, step: int) -> float:
-        block, at = divmod(step, self._BLOCK)
-        factors = self._blocks.get(block)
-        if factors is None:
-            rng = np.random.default_rng([self._seed, block])
-            normal = rng.standard_normal(self._BLOCK) * self._spread - self._spread**2 / 2
-            factors = self._blocks[block] = np.exp(normal).tolist()
-        return self._timing.seconds(work, step) * factors[at]
 
 
 class KnownCost(CostModel):
