@@ -90,7 +90,7 @@ class StepCost:
         for chunk in plan.chunks[crowd:]:
             count = chunk.count
             tokens += count
-            if count == 1:
+            if count == 1 or chunk.drafts:  # drafts see what the row before them reads
                 decode_context += chunk.start + 1
             else:
                 query_context += count * chunk.start + count * (count + 1) // 2

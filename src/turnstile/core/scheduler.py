@@ -284,7 +284,9 @@ class Scheduler:
                 continue
             if sequence.drafts and not self.config.speculation:
                 raise ValueError("Drafts need a scheduler with speculation=True.")
-            drafts = sequence.drafts[: max(0, min(spare, sequence.remaining - 1))]
+            room = len(sequence.table) + self.pool.num_available  # nobody has to go for a draft
+            most = min(spare, sequence.remaining, room * self.pool.page_size - sequence.computed)
+            drafts = sequence.drafts[: max(0, most - 1)]
             spare -= len(drafts)
             count = 1 + len(drafts)
             if self._take_pages(sequence, sequence.computed + count, now):
