@@ -19,6 +19,7 @@ from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.machine import available_memory, compute_threads, cpu_flags, total_memory
 from turnstile.engine.protocol import EngineInfo, StepResult
+from turnstile.engine.speculation import drafter_of
 
 if TYPE_CHECKING:
     from turnstile.models.decoder import Decoder
@@ -128,7 +129,8 @@ def _build_real(
         exact=backend.exact,
         load_seconds=time.monotonic() - began,
     )
-    return lambda emit: StepLoop(scheduler, runner, epoch, emit), info
+    drafter = drafter_of(config)
+    return lambda emit: StepLoop(scheduler, runner, epoch, emit, drafter=drafter), info
 
 
 def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], StepLoop], EngineInfo]:
@@ -158,7 +160,9 @@ def _build_fake(config: EngineConfig, epoch: int) -> tuple[Callable[[Emit], Step
         exact=True,
         load_seconds=0.0,
     )
-    return lambda emit: StepLoop(scheduler, faults.with_faults(executor), epoch, emit), info
+    drafter = drafter_of(config)
+    executor = faults.with_faults(executor)
+    return lambda emit: StepLoop(scheduler, executor, epoch, emit, drafter=drafter), info
 
 
 def _limits(config: EngineConfig, epoch: int, num_pages: int, max_model_len: int) -> dict[str, Any]:
@@ -185,6 +189,7 @@ def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> 
             max_model_len=max_model_len,
             target_itl=config.target_itl,
             neighbour_steps=config.neighbour_steps or None,
+            speculation=drafter_of(config) is not None,
         ),
         PagePool(num_pages, config.page_size),
         ADMISSION_POLICIES[config.admission](),

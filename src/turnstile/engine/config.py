@@ -61,6 +61,13 @@ class EngineConfig:
     """When a sequence may start: by its expected length, only if it surely fits, or always."""
     scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"
     """Whose turn it is: tenants share by tokens, first come first served, or by priority alone."""
+    speculative_config: str | None = None
+    """Drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3,
+    "prompt_lookup_max": 12} (these are the defaults). Answers stay the same, token for token."""
+    spec_method: Literal["none", "ngram"] = "none"
+    """`ngram`: guess that text goes on as it did where the same tokens stood before."""
+    spec_tokens: int | None = None
+    """Most tokens of a draft. Default: 8."""
     step_timeout: float = 60.0
     """Seconds after which a step counts as hung and the engine is restarted."""
     max_restarts: int = 8
@@ -84,6 +91,7 @@ class EngineConfig:
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}) must be at least "
                 f"--max-num-seqs ({self.max_num_seqs}): every sequence gets one token a step."
             )
+        self._check_speculation()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise EngineConfigError("--gpu-memory-utilization must be above 0 and at most 1.")
 
@@ -94,3 +102,12 @@ class EngineConfig:
                 f"--max-model-len {self.max_model_len} is more than the {most} positions this "
                 "model knows."
             )
+
+    def _check_speculation(self) -> None:
+        # Here, so that --help need not wait for what drafts are made with.
+        from turnstile.engine.speculation import SpeculativeConfigError, speculation_of
+
+        try:
+            speculation_of(self)
+        except SpeculativeConfigError as error:
+            raise EngineConfigError(str(error)) from error

@@ -76,10 +76,13 @@ class FakeExecutor:
         sequence = chunk.sequence
         params, seed = self.known[sequence]
         first = sequence.index
-        tokens = tuple(
-            fake_token(sequence.tokens, params, seed, first + k, self.vocab_size)
-            for k in range(chunk.samples)
-        )
+        if chunk.drafts:
+            tokens = self._verify(sequence, chunk.drafts)
+        else:
+            tokens = tuple(
+                fake_token(sequence.tokens, params, seed, first + k, self.vocab_size)
+                for k in range(chunk.samples)
+            )
         logprobs = prompt_logprobs = None
         if params.logprobs is not None:
             logprobs = [TokenLogprobs(-1.0, [(token, -1.0)]) for token in tokens]
@@ -89,6 +92,17 @@ class FakeExecutor:
                 TokenLogprobs(-float(sequence.tokens[i + 1])) for i in range(chunk.start, end)
             ]
         return ChunkResult(tokens, None, logprobs, prompt_logprobs)
+
+    def _verify(self, sequence: Sequence, drafts: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens drawn up to the first draft that is wrong, whose place is drawn last."""
+        params, seed = self.known[sequence]
+        history, drawn = list(sequence.tokens), []
+        for draft in (*drafts, None):
+            drawn.append(fake_token(history, params, seed, sequence.index, self.vocab_size))
+            if drawn[-1] != draft:
+                break
+            history.append(drawn[-1])
+        return tuple(drawn)
 
 
 def make_fake(model: str) -> FakeExecutor:

@@ -28,6 +28,7 @@ from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import CommitError, Scheduler
+from turnstile.core.speculation import NO_DRAFTS, Drafter
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import (
@@ -59,6 +60,8 @@ class StepLoop:
         Called with every :class:`StepResult`, from within :meth:`step`.
     clock
         Seconds; the one the API process uses for arrivals and deadlines.
+    drafter
+        Guesses tokens to be verified; the scheduler must have ``speculation`` on. None: no drafts.
     """
 
     def __init__(
@@ -68,9 +71,11 @@ class StepLoop:
         epoch: int,
         emit: Callable[[StepResult], None],
         clock: Callable[[], float] = time.monotonic,
+        drafter: Drafter | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
+        self.drafter = drafter
         self.epoch = epoch
         self._emit = emit
         self._clock = clock
@@ -130,6 +135,8 @@ class StepLoop:
             self._refuse(command, message)
             return
         self._drawing[command.request_id] = (command.params, command.seed)
+        if self.drafter is not None and command.params.forgetful:
+            self.drafter.follow(sequence)
 
     def _enter(self, command: Submit) -> Sequence:
         params = command.params
@@ -173,6 +180,8 @@ class StepLoop:
 
     def _forget(self, sequence: Sequence) -> None:
         self.executor.remove(sequence)
+        if self.drafter is not None:
+            self.drafter.forget(sequence)
         if not self.scheduler.sequences(sequence.request.id):
             self._drawing.pop(sequence.request.id, None)
 
@@ -202,8 +211,11 @@ class StepLoop:
         self._busy += self._step_seconds
         # A step that had to be tried again says nothing of what steps cost.
         seconds = self._step_seconds if whole else 0.0
+        if self.drafter is not None:
+            self.drafter.learn(plan, results)
         for progress in self._commit(plan, results, ended_at, seconds):
-            self._add_row(progress, results[progress.chunk])
+            chunk = plan.chunks[progress.chunk]
+            self._add_row(progress, results[progress.chunk], len(chunk.drafts))
         now = self._clock()
         self._turns.observe(cost, now - turn_began)
         if self.scheduler.has_work:
@@ -212,6 +224,8 @@ class StepLoop:
             self._check_rest()
 
     def _plan(self) -> Plan:
+        if self.drafter is not None:
+            self.drafter.draft(self.scheduler.running, self.scheduler.cost)
         try:
             return self.scheduler.plan(self._clock())
         except Exception:
@@ -349,7 +363,7 @@ class StepLoop:
         if not scheduler.has_work and (scheduler.pool.num_held or scheduler.waiting_tokens):
             self._mend()
 
-    def _add_row(self, progress: Progress, result: ChunkResult | None) -> None:
+    def _add_row(self, progress: Progress, result: ChunkResult | None, drafted: int = 0) -> None:
         sequence, tokens = progress.sequence, list(progress.tokens)
         row = Row(
             sequence.request.id,
@@ -358,6 +372,7 @@ class StepLoop:
             tokens,
             cached_tokens=sequence.num_cached,
             charged=sequence.charged,
+            drafted=drafted,
         )
         self._rows.append(row)
         if result is not None:
@@ -372,7 +387,10 @@ class StepLoop:
             self._forget(sequence)
         elif progress.sample:
             # A sibling that came to be in this step.
-            self.executor.add(sequence, *self._drawing[sequence.request.id])
+            params, seed = self._drawing[sequence.request.id]
+            self.executor.add(sequence, params, seed)
+            if self.drafter is not None and params.forgetful:
+                self.drafter.follow(sequence)
 
     # -- the snapshot -----------------------------------------------------------------------------
 
@@ -380,6 +398,7 @@ class StepLoop:
         scheduler, pool, counts = self.scheduler, self.scheduler.pool, self.scheduler.statistics
         tenants = scheduler.queue.counters()
         departed = [tenant for tenant in self._told_tenants if tenant not in tenants]
+        drafts = self.drafter.counts if self.drafter is not None else NO_DRAFTS
         return Snapshot(
             time=self._clock(),
             step=counts.steps,
@@ -412,6 +431,9 @@ class StepLoop:
             prefill_tokens=prefill_left(scheduler.running),
             unused_tokens=pool.num_entries * pool.page_size
             - sum([s.computed for s in scheduler.running]),
+            drafts=drafts.drafts,
+            draft_tokens=drafts.tokens,
+            accepted_tokens=drafts.accepted,
         )
 
 

@@ -92,6 +92,19 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         """True where the likeliest token is taken."""
         return self.temperature < 1e-5
 
+    @property
+    def forgetful(self) -> bool:
+        """True where a draw depends on its logits and its place alone, and not on the outputs
+        before it by any other way: such draws can be made before those outputs are certain.
+        """
+        return (
+            self.repetition_penalty == 1.0
+            and not self.presence_penalty
+            and not self.frequency_penalty
+            and not self.min_tokens
+            and self.grammar is None
+        )
+
 
 def check_length(name: str, length: int, vocab_size: int) -> None:
     """Raise :class:`ParameterError` for more token ids than there are. Nothing looks at the ids

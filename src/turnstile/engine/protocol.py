@@ -125,6 +125,8 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """Of prompt tokens 1… (the first has none), in pieces, in order."""
     charged: float = 0.0
     """What the tenant has paid for this sample so far."""
+    drafted: int = 0
+    """Draft tokens verified for it; all ``tokens`` but the last were among them."""
 
 
 class CostModel(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -186,6 +188,11 @@ class Snapshot(msgspec.Struct, array_like=True, gc=False):
     """Prompt tokens that those running have still to compute."""
     unused_tokens: int = 0
     """Room in held pages that no token has been written to yet."""
+    drafts: int = 0
+    """Rows with drafts so far."""
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    """Of the ``draft_tokens``, those that were right."""
 
 
 class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):

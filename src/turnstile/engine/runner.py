@@ -73,10 +73,16 @@ class Runner:
         asking = [
             i for i in range(crowd) if not (sound[i] and self._jobs[chunks[i].sequence].plain)
         ]
-        asking += range(crowd, len(chunks))
         ends = list(range(1, crowd + 1))
-        for chunk in chunks[crowd:]:
-            ends.append((ends[-1] if ends else 0) + num_logit_rows(chunk))
+        for i, chunk in enumerate(chunks[crowd:], crowd):
+            rows = num_logit_rows(chunk)
+            end = (ends[-1] if ends else 0) + rows
+            ends.append(end)
+            if chunk.drafts and self._jobs[chunk.sequence].plain and all(sound[end - rows : end]):
+                tokens = likeliest.tokens[end - rows : end]
+                results[i] = ChunkResult(tuple(tokens[: accepted(chunk.drafts, tokens)]))
+            else:
+                asking.append(i)
         drawing = [i for i in asking if chunks[i].samples]
         draws = [draw for i in drawing for draw in self._draws(chunks[i], ends[i])]
         drawn = iter(self._sampler.draw(logits, likeliest, draws))

@@ -122,6 +122,8 @@ class Job:
         Its deadline passed while the engine was silent.
     computed
         Its prompt went through the model.
+    accepted_drafts, rejected_drafts
+        Tokens that were guessed and verified for it.
     prompt_logprobs
         Of prompt tokens 1…, as far as they have arrived.
     grammar_field
@@ -144,6 +146,8 @@ class Job:
         self.stream: Stream | None = None
         self.place: Place | None = None
         self.cached_tokens = 0
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
         self.computed = False
         self.prompt_logprobs: list[TokenLogprobs] = []
         self.choices = [
@@ -163,6 +167,12 @@ class Job:
         self.expired = True
         if self.stream is not None and self.unfinished:
             self.stream.cancel()
+
+    def count_drafts(self, row: Row) -> None:
+        """Count the draft tokens of a row that had some."""
+        accepted = max(0, len(row.tokens) - 1)
+        self.accepted_drafts += accepted
+        self.rejected_drafts += row.drafted - accepted
 
     @property
     def num_prompt(self) -> int:

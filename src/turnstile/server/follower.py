@@ -157,6 +157,8 @@ class Follower:
         taken = choice.take(row)
         if row.cached_tokens > job.cached_tokens:
             job.cached_tokens = row.cached_tokens
+        if row.drafted:
+            job.count_drafts(row)
         if row.prompt_logprobs:
             job.prompt_logprobs += row.prompt_logprobs
         if taken:

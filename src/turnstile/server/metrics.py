@@ -41,6 +41,9 @@ ENGINE_COUNTERS = (
     "prefix_hits",
     "bad_rows",
     "repairs",
+    "drafts",
+    "draft_tokens",
+    "accepted_tokens",
 )
 MAX_TENANTS = 100
 """Tenants with series of their own; the rest are counted together."""

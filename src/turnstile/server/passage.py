@@ -133,6 +133,8 @@ class Passage:
         else:
             self._metrics.next_tokens(now - choice.last_time, count)
         choice.last_time = now
+        if row.drafted:
+            choice.job.count_drafts(row)
         try:
             text = self._text.pass_on(tokens)
         except Exception as error:

@@ -42,6 +42,8 @@ def _line(metrics: Metrics, prompt: float, generated: float, preemptions: float)
     snapshot = metrics.snapshot
     queries = metrics.engine_total("prefix_queries")
     hits = metrics.engine_total("prefix_hits")
+    drafted = metrics.engine_total("draft_tokens")
+    accepted = metrics.engine_total("accepted_tokens")
     usage = snapshot.pages_held / snapshot.pages_total if snapshot.pages_total else 0.0
     device = (metrics.info.device if metrics.info else "cpu").partition(":")[0]
     device = {"cpu": "CPU", "cuda": "GPU"}.get(device, device)
@@ -52,4 +54,5 @@ def _line(metrics: Metrics, prompt: float, generated: float, preemptions: float)
         f"Running: {snapshot.running} reqs, Waiting: {snapshot.waiting} reqs, "
         f"{preempted}{device} KV cache usage: {usage:.1%}, "
         f"Prefix cache hit rate: {hits / queries if queries else 0.0:.1%}"
+        f"{f', Drafts accepted: {accepted / drafted:.1%}' if drafted else ''}"
     )

@@ -64,7 +64,11 @@ def usage_of(jobs: Sequence[Job]) -> dict[str, object]:
         "completion_tokens": output,
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in jobs)},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": sum(job.accepted_drafts for job in jobs),
+            "rejected_prediction_tokens": sum(job.rejected_drafts for job in jobs),
+        },
     }
 
 
