@@ -51,6 +51,13 @@ class Peer:
         return [path for path in self.needs if not path.exists()]
 
 
+NGRAM = (
+    '{"method": "ngram", "num_speculative_tokens": 4,'
+    ' "prompt_lookup_min": 3, "prompt_lookup_max": 4}'
+)
+"""Guesses from the text itself, as vLLM makes them; of a fixed length, so a short one."""
+
+
 def catalog(directory: Path, model: Path, port: int) -> dict[str, Peer]:
     """All peers by name, whether installed or not.
 
@@ -65,17 +72,20 @@ def catalog(directory: Path, model: Path, port: int) -> dict[str, Peer]:
         _turnstile("turnstile-int8", "int8", "int8", port),
         _turnstile("turnstile-bf16", "bf16", "bfloat16", port),
         _llama("llama-bf16", "bf16", directory, directory / "model-bf16.gguf", port),
+        _turnstile("turnstile-int8-ngram", "int8", "int8", port, "--spec-method", "ngram"),
+        _turnstile("turnstile-bf16-ngram", "bf16", "bfloat16", port, "--spec-method", "ngram"),
         # Its AMX products for Q4_1 end in an illegal instruction (tiles that nobody configured).
         _llama("llama-q4_1", "int4", directory, model, port, "--no-repack"),
         _openvino("openvino-bf16", "bf16", directory, "model-openvino-bf16"),
         _openvino("openvino-int8", "int8", directory, "model-openvino-int8"),
         _vllm("vllm-bf16", directory, port),
+        _vllm("vllm-bf16-ngram", directory, port, "--speculative-config", NGRAM),
     )
     return {peer.name: peer for peer in peers}
 
 
-def _turnstile(name: str, precision: str, dtype: str, port: int) -> Peer:
-    flags = ("--dtype", dtype, "--port", str(port), "--log-level", "warning")
+def _turnstile(name: str, precision: str, dtype: str, port: int, *more: str) -> Peer:
+    flags = ("--dtype", dtype, "--port", str(port), "--log-level", "warning", *more)
     return Peer(
         name,
         precision,
@@ -109,10 +119,10 @@ def _openvino(name: str, precision: str, directory: Path, model: str) -> Peer:
     )
 
 
-def _vllm(name: str, directory: Path, port: int) -> Peer:
+def _vllm(name: str, directory: Path, port: int, *more: str) -> Peer:
     binary = directory / "vllm" / "bin" / "vllm"
     model = directory / "model-bf16"
-    flags = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256")
+    flags = ("--dtype", "bfloat16", "--max-model-len", "2048", "--max-num-seqs", "256", *more)
     environment = {
         "VLLM_CPU_KVCACHE_SPACE": "4",
         # Its default leaves a core of two to the API process; shared, it is faster.
