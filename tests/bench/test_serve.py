@@ -62,7 +62,7 @@ def test_users_keep_their_connections_and_never_exceed_their_number() -> None:
         nonlocal running, most
         running += 1
         most = max(most, running)
-        await asyncio.sleep(0.002)
+        await asyncio.sleep(0.05)
         running -= 1
         await answer_at_once(body, stream)
 

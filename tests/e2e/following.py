@@ -11,6 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from e2e.harness import PATIENCE
+
 
 @dataclass
 class Order:
@@ -117,9 +119,11 @@ async def follow(
 
 
 async def until(
-    condition: Callable[[], bool], what: str | Callable[[], str], seconds: float = 120.0
+    condition: Callable[[], object],
+    what: str | Callable[[], str] = "it did not come",
+    seconds: float = PATIENCE,
 ) -> None:
-    """Wait for a condition; fail with ``what`` if it does not come."""
+    """:func:`e2e.harness.until` where there is an event loop, which goes on."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, what if isinstance(what, str) else what()

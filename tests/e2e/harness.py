@@ -34,7 +34,7 @@ SCRIPTED = (sys.executable, str(ROOT / "tests/e2e/scripted.py"))
 FAKED = (sys.executable, str(ROOT / "tests/e2e/faked.py"))
 """A real engine process without a model; the environment says how fast, and when it is there."""
 START_SECONDS = 120.0
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds to wait for what must come, on any machine."""
 CANARY_TOKENS, CANARY_SECONDS = 16, 20.0
 INSIDE = tuple(f"turnstile_requests_{state}" for state in ("running", "waiting", "in_flight"))

@@ -118,8 +118,8 @@ def test_who_leaves_takes_nothing_along(
     until(lambda: server.metric("turnstile_requests_in_flight") == 0, "it is still inside")
     assert server.metric("turnstile_pages", state="held") == 0
     assert server.metric("turnstile_gate_waiting") == 0
-    # Long before its end: neither prompt nor outputs were computed for nobody.
-    assert server.metric("turnstile_steps_total") < steps + 100
+    # Before its end: neither prompt nor outputs were computed for nobody.
+    assert server.metric("turnstile_steps_total") < steps + 300
     if state in ("mid-prefill", "unforked pair"):
         assert server.metric("turnstile_prompt_tokens_total") == computed
     ended = server.metric("turnstile_requests_total", outcome="abort") - aborted

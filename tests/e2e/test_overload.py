@@ -52,7 +52,7 @@ async def insist(server: ServerProcess) -> list[str | None]:
 
         async def ask(seed: int) -> str | None:
             answer = await client.completions.create(
-                model="tiny0", prompt=server.tokens(10, seed=seed), max_tokens=40,
+                model="tiny0", prompt=server.tokens(10, seed=seed), max_tokens=16,
                 extra_body={"ignore_eos": True},
             )  # fmt: skip
             return answer.choices[0].finish_reason

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import pytest
 import uvloop
 
 import turnstile
+from e2e.following import until
 from engine.answers import Answer, ask, collect, config, expected, generation
 from turnstile.core.admission import NeverFitsError
 from turnstile.engine.client import EngineState, EngineUnavailableError, Generation
@@ -23,8 +24,6 @@ from turnstile.engine.config import EngineConfig
 from turnstile.engine.faults import Fault, fault_prompt
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.supervisor import ProcessEngine
-
-pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
@@ -57,13 +56,6 @@ async def running(settings: EngineConfig) -> AsyncIterator[HeldEngine]:
         yield engine
     finally:
         await engine.stop(0)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        await asyncio.sleep(0.005)
 
 
 def pid(engine: ProcessEngine) -> int:

@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import uvicorn
 
+from e2e.following import until as until
+from e2e.harness import PATIENCE as PATIENCE
 from server.fake_engine import FakeEngine
 from turnstile.server.app import App
 from turnstile.server.connection import Connection
@@ -23,9 +25,6 @@ from turnstile.server.service import Service
 from turnstile.text.tokenizer import Tokenizer
 
 Serve = Callable[..., Any]
-
-PATIENCE = 60.0
-"""Seconds to wait for what must come, on any machine."""
 
 
 @dataclass
@@ -138,10 +137,3 @@ class Raw:
         self.writer.close()
         with contextlib.suppress(OSError):
             await self.writer.wait_closed()
-
-
-async def until(condition: Callable[[], bool], timeout: float = PATIENCE) -> None:
-    """Wait for something to become true; fail if it does not."""
-    async with asyncio.timeout(timeout):
-        while not condition():
-            await asyncio.sleep(0.005)
