@@ -276,18 +276,9 @@ void Step::attend(Member& member, const Layer& layer, const Pool& pool, int inde
       });
     }
   }
-  const uint32_t heads = layer.attention.kv_heads;
-  const uint32_t items = static_cast<uint32_t>(chunks_.size()) * heads;
-  member.share(items, [&](uint32_t item) {
-    mine.ahead.clear();
-    if (const uint32_t next = item + 1; next < items) {
-      const Run& chunk = chunks_[next / heads];
-      const int first = first_block(layer.attention, chunk);
-      const int last = std::min(end_block(chunk), first + kSpanBlocks);
-      find_blocks(pool, index, chunk.sequence, next % heads, first, last, mine.ahead);
-    }
-    attend_chunk(layer, pool, index, chunks_[item / heads], item % heads, mine);
-  });
+  mine.fetched = -1;
+  const auto items = static_cast<uint32_t>(chunks_.size()) * layer.attention.kv_heads;
+  member.share(items, [&](uint32_t item) { attend_chunk(layer, pool, index, static_cast<int>(item), mine); });
   stopwatch_.lap(member, Lap::attend);
 }
 
@@ -342,10 +333,10 @@ void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const 
   AttendTask task = attend_task(layer, pool, mine);
   mine.blocks.assign(run.first_block, nullptr);
   find_blocks(pool, index, run.sequence, piece.head, run.first_block, run.end_block, mine.blocks);
-  mine.ahead.clear();
   if (next && (next->run != piece.run || next->head != piece.head)) {
     const SharedRun& other = shared_.run(next->run);
-    find_blocks(pool, index, other.sequence, next->head, other.first_block, other.first_block + kSpanBlocks, mine.ahead);
+    find_blocks(pool, index, other.sequence, next->head, other.first_block,
+                std::min(other.end_block, other.first_block + kAhead), mine.blocks);
   }
   mine.attended.clear();
   for (int i = piece.first; i < piece.last; ++i)
@@ -357,22 +348,33 @@ void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const 
   attend_rows(task, mine);
 }
 
-void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine) {
+// Item: a KV head of a chunk, the heads of a chunk one after the other.
+void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, int item, Private& mine) {
+  const int heads = layer.attention.kv_heads, items = static_cast<int>(chunks_.size()) * heads;
+  const Run& chunk = chunks_[item / heads];
   AttendTask task = attend_task(layer, pool, mine);
   task.begin = first_block(layer.attention, chunk);
   task.end = end_block(chunk);
   task.resume = !layer.attention.window && task.begin > 0;
+  task.cold = mine.fetched != item;
+  mine.fetched = item + 1;
   mine.blocks.assign(task.begin, nullptr);
-  find_blocks(pool, index, chunk.sequence, head, task.begin, task.end, mine.blocks);
+  find_blocks(pool, index, chunk.sequence, item % heads, task.begin, task.end, mine.blocks);
+  const int wanted = task.end + kAhead;
+  for (int next = item + 1, have; next < items && (have = static_cast<int>(mine.blocks.size())) < wanted; ++next) {
+    const Run& other = chunks_[next / heads];
+    const int first = first_block(layer.attention, other);
+    find_blocks(pool, index, other.sequence, next % heads, first, std::min(end_block(other), first + wanted - have),
+                mine.blocks);
+  }
   mine.attended.clear();
-  for (int i = 0; i < chunk.count; ++i) mine.attended.push_back(attend_row(layer, chunk.token + i, head));
+  for (int i = 0; i < chunk.count; ++i) mine.attended.push_back(attend_row(layer, chunk.token + i, item % heads));
   attend_rows(task, mine);
 }
 
 void Step::attend_rows(AttendTask& task, const Private& mine) const {
   task.blocks = mine.blocks.data();
-  task.ahead = mine.ahead.data();
-  task.num_ahead = static_cast<int>(mine.ahead.size());
+  task.num_ahead = static_cast<int>(mine.blocks.size()) - task.end;
   task.rows = mine.attended.data();
   task.num_rows = static_cast<int>(mine.attended.size());
   kernels_.attend(task);

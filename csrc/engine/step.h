@@ -67,7 +67,8 @@ class Step {
   struct Activations { const uint8_t* rows; const float* scale; };
   struct Private {  // of one member
     Buffer floats, attend, rows, scale;
-    std::vector<const uint8_t*> blocks, ahead;  // of the task at hand, the first of the one that will probably follow
+    std::vector<const uint8_t*> blocks;  // of the task at hand, then of those that will probably follow
+    int fetched;                         // the task whose first blocks are near
     std::vector<AttendRow> attended;
   };
 
@@ -81,7 +82,7 @@ class Step {
   void attend(Member& member, const Layer& layer, const Pool& pool, int index);
   void attend_shared(const Layer& layer, const Pool& pool, int index, const SharedPiece& piece, const SharedPiece* next,
                      Private& mine);
-  void attend_chunk(const Layer& layer, const Pool& pool, int index, const Run& chunk, int head, Private& mine);
+  void attend_chunk(const Layer& layer, const Pool& pool, int index, int item, Private& mine);
   void attend_rows(AttendTask& task, const Private& mine) const;
   void find_blocks(const Pool& pool, int index, int sequence, int head, int first, int last,
                    std::vector<const uint8_t*>& blocks) const;

@@ -31,7 +31,7 @@ static void span_in_vectors(const Scratch& s, const Span& span, int line, Seen s
   for (int i = 0; i < lines; ++i) top[i] = nothing;
   const auto scores = [&]<int blocks>(int first) {
     F out[blocks][lines];
-    for (int b = 0; b < blocks; ++b) span.fetch_keys(first + b, Cache::block_bytes(s.head_dim));
+    span.ahead.during(blocks * Work::kKeys);
     Cache::template scores<lines, blocks>(s, span.blocks + first, line, out);
     for (int b = 0; b < blocks; ++b) {
       const Edge edge = seen.edge(first + b);
@@ -45,8 +45,10 @@ static void span_in_vectors(const Scratch& s, const Span& span, int line, Seen s
   int block = seen.from();
   for (; block + Cache::kBlocks <= seen.to(); block += Cache::kBlocks) scores.template operator()<Cache::kBlocks>(block);
   for (; block < seen.to(); ++block) scores.template operator()<1>(block);
+  span.ahead.during(Work::kScales);
   const typename Cache::Weigher weigher(span, seen, s.head_dim);
-  for (int i = 0; i < lines; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher, i + 1 == lines);
+  for (int i = 0; i < lines; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
+  span.ahead.during(Work::kMerge);
   merge_states(s, line, lines);
   int dim = 0;
   for (; dim + 16 * kVectors <= s.head_dim; dim += 16 * kVectors)
@@ -58,7 +60,7 @@ template <class Cache>
 struct InVectors {
   INLINE void enter() {}
   INLINE void leave() {}
-  INLINE void attend(const Scratch& s, Span span, int lines) {
+  INLINE void attend(const Scratch& s, const Span& span, int lines) {
     for (int line = 0; line < lines;) {
       const Seen seen = span.seen(s.lines[line]);
       const int same = alike(s, span, line, lines, kGroup);
@@ -71,7 +73,6 @@ struct InVectors {
           case 2: span_in_vectors<Cache, 2>(s, span, line, seen); break;
           default: span_in_vectors<Cache, 1>(s, span, line, seen);
         }
-        span.num_ahead = 0;  // the first lines have asked for all of it
       }
       line += same;
     }
@@ -113,16 +114,18 @@ static void end_states(const AttendTask& task, const Scratch& s, int lines) {
 
 template <class Cache, class How>
 static void attend_lines(const AttendTask& task, const Scratch& s, int lines) {
-  Cache::prepare(task, s, lines);
+  Ahead ahead(task, Cache::block_bytes(s.head_dim), lines);
+  Cache::prepare(task, s, lines, ahead);
   begin_states(task, s, lines);
   How::enter();
   for (int block = task.begin; block < task.end;) {
     const int stop = (block / kSpanBlocks + 1) * kSpanBlocks;
     const int to = stop < task.end ? stop : task.end;
-    How::attend(s, Span(task, block, to), lines);
+    How::attend(s, Span(task, block, to, ahead), lines);
     block = to;
   }
   How::leave();
+  ahead.finish();
   end_states(task, s, lines);
 }
 

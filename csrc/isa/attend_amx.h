@@ -34,7 +34,7 @@ struct Int8InTiles {
   INLINE void leave() { _tile_release(); }
 
   // First the weights of all lines, then the sums of V: what was stored last would not be seen at once.
-  INLINE void attend(const Scratch& s, Span span, int lines) {
+  INLINE void attend(const Scratch& s, const Span& span, int lines) {
     gather_values(s, span);
     int shaped = 0;
     for (int summing = 0; summing < 2; ++summing) {
@@ -53,7 +53,6 @@ struct Int8InTiles {
             whole ? weights<true, true>(s, span, line, count, half) : weights<true, false>(s, span, line, count, half);
           else
             whole ? weights<false, true>(s, span, line, count, half) : weights<false, false>(s, span, line, count, half);
-          span.num_ahead = 0;  // the first lines have asked for all of it
         }
       }
     }
@@ -69,6 +68,7 @@ struct Int8InTiles {
   INLINE void gather_values(const Scratch& s, const Span& span) {
     const int bytes = kTokens * s.head_dim;
     for (int block = 0; block < span.count; ++block) {
+      span.ahead.during(Work::kValues);
       const uint8_t* from = Cache::values_of(span.blocks[block], s.head_dim);
       for (int i = 0; i < bytes; i += 64) store_i(s.values + block * bytes + i, load_i(from + i));
     }
@@ -88,7 +88,7 @@ struct Int8InTiles {
         continue;
       }
       if (!whole && !(seen == before)) weigher = Cache::Weigher(span, before = seen, s.head_dim);
-      weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher, i == 0);
+      weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
     }
     merge_states(s, line, count);
   }
@@ -118,8 +118,7 @@ struct Int8InTiles {
   INLINE void multiply_keys(const Scratch& s, const Span& span, int pair, int line, int half, Sums* out) {
     const int d = s.head_dim;
     const int other = pair + 1 < span.count ? pair + 1 : pair;
-    span.fetch_keys(pair, Cache::block_bytes(d));
-    span.fetch_keys(pair + 1, Cache::block_bytes(d));
+    span.ahead.during(2 * Work::kKeys);
     const uint8_t* query = s.queries + line * Cache::query_bytes(d);
     const int32_t* bias = Cache::bias(s, line);
     const uint8_t *left = Cache::keys(span.blocks[pair]), *right = Cache::keys(span.blocks[other]);
@@ -199,7 +198,7 @@ struct Bfloat16InTiles {
   INLINE void leave() { _tile_release(); }
 
   // Lines of one tile see the same tokens: the weight zero of an unseen one would not hide its NaN.
-  INLINE void attend(const Scratch& s, Span span, int lines) {
+  INLINE void attend(const Scratch& s, const Span& span, int lines) {
     int height = 0;
     for (int line = 0; line < lines;) {
       const Seen seen = span.seen(s.lines[line]);
@@ -207,7 +206,6 @@ struct Bfloat16InTiles {
       if (!seen.none()) {
         if (count != height) shape(height = count);
         attend_tile(s, span, seen, line, count);
-        span.num_ahead = 0;
       }
       line += count;
     }
@@ -224,7 +222,7 @@ struct Bfloat16InTiles {
     for (F& lane : top) lane = splat(-__builtin_inff());
     scores(s, span, seen, line, count, top);
     const Cache::Weigher weigher(span, seen, s.head_dim);
-    for (int i = 0; i < count; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher, i == 0);
+    for (int i = 0; i < count; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
     merge_states(s, line, count);
     for (int dim = 0; dim < s.head_dim; dim += 64) values(s, span, seen, count, line, dim);
   }
@@ -236,7 +234,7 @@ struct Bfloat16InTiles {
     const uint8_t* query = s.queries + line * Cache::query_bytes(d);
     for (int block = seen.from(); block < seen.to() + kLate; ++block) {
       if (block < seen.to()) {
-        span.fetch_keys(block, Cache::block_bytes(d));
+        span.ahead.during(Work::kKeys);
         const uint8_t* keys = span.blocks[block];
         tiles_see_memory();
         _tile_zero(0);
@@ -271,6 +269,7 @@ struct Bfloat16InTiles {
     _tile_zero(2);
     _tile_zero(3);
     for (int block = seen.from(); block < seen.to(); ++block) {
+      if (dim == 0) span.ahead.during(Work::kValues);
       const uint8_t* v = span.blocks[block] + Cache::block_bytes(d) / 2 + 4 * static_cast<size_t>(dim);
       size_t stride = 4 * static_cast<size_t>(d);
       const Edge edge = seen.edge(block);

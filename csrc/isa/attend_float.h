@@ -34,9 +34,10 @@ struct FloatCache {
   INLINE int block_bytes(int d) { return 2 * kBytes * d * kTokens; }
   INLINE size_t query_bytes(int d) { return static_cast<size_t>(kBytes) * d; }
 
-  INLINE void prepare(const AttendTask& task, const Scratch& s, int lines) {
+  INLINE void prepare(const AttendTask& task, const Scratch& s, int lines, Ahead& ahead) {
     const int d = task.head_dim;
     for (int line = 0; line < lines; ++line) {
+      ahead.during(Work::kQuery);
       for (int i = 0; i < d; i += 16)
         Words::words(load(s.lines[line].query + i), s.queries + line * query_bytes(d) + i * kBytes);
       s.factor[line] = task.scale * kLog2E;
@@ -76,6 +77,7 @@ struct FloatCache {
     for (auto& of_line : acc)
       for (auto& lane : of_line) lane = splat(0.0f);
     for (int block = seen.from(); block < seen.to(); ++block) {
+      if (dim == 0) span.ahead.during(Work::kValues);
       const uint8_t* data = span.blocks[block] + block_bytes(d) / 2 + 4 * static_cast<size_t>(dim);
       const auto* words = reinterpret_cast<const int32_t*>(s.weights + line * kWeightBytes) + block * kSteps;
       const Edge edge = seen.edge(block);

@@ -20,9 +20,10 @@ struct Int8Cache {
   INLINE const uint8_t* values_of(const uint8_t* block, int d) { return block + (8 + static_cast<size_t>(d)) * kTokens; }
 
   // Keys are stored + 128, so that every sum begins at -128 * the sum of the query's bytes.
-  INLINE void prepare(const AttendTask& task, const Scratch& s, int lines) {
+  INLINE void prepare(const AttendTask& task, const Scratch& s, int lines, Ahead& ahead) {
     const int d = task.head_dim;
     for (int line = 0; line < lines; ++line) {
+      ahead.during(Work::kQuery);
       const float* x = s.lines[line].query;
       uint8_t* bytes = s.queries + line * query_bytes(d);
       F highest_lane = splat(0.0f), probe = splat(0.0f);
@@ -120,6 +121,7 @@ struct Int8Cache {
       for (int j = 0; j < vectors; ++j) high[i][j] = low[i][j] = splat_i(0);
     const auto* words = reinterpret_cast<const int32_t*>(s.weights + line * kWeightBytes);
     for (int block = seen.from(); block < seen.to(); ++block) {
+      if (dim == 0) span.ahead.during(Work::kValues);
       const uint8_t* data = values_of(span.blocks[block], d) + 4 * static_cast<size_t>(dim);
       for (int quad = 0; quad < 4; ++quad) {
         I v[vectors];

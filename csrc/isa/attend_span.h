@@ -2,6 +2,7 @@
 // memory, the weights of a line and the merging of states. See attend.h.
 #pragma once
 
+#include "isa/ahead.h"
 #include "isa/kernels.h"
 #include "isa/math.h"
 
@@ -41,40 +42,18 @@ struct Seen {  // the tokens of a span that are seen
   }
 };
 
-// Into the second-level cache.
-INLINE void prefetch(const uint8_t* from, int bytes) {
-  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
-}
-
 struct Span {
   const uint8_t* const* blocks;
   int count;
   int start;  // its first token
-  // The blocks wanted after this span, each to be fetched while the block at its place is computed: what
-  // is left of the task, then what the task says comes next.
-  int num_left, num_ahead;
-  const uint8_t* const* ahead;
+  Ahead& ahead;
 
-  Span(const AttendTask& task, int from, int to)
-      : blocks(task.blocks + from), count(to - from), start(from * kTokens) {
-    num_left = task.end - to;
-    num_ahead = num_left + task.num_ahead;
-    ahead = task.ahead - num_left;
-  }
+  Span(const AttendTask& task, int from, int to, Ahead& fetched)
+      : blocks(task.blocks + from), count(to - from), start(from * kTokens), ahead(fetched) {}
   INLINE Seen clamp(int low, int high, int count) {
     return {low > 0 ? low : 0, high < count * kTokens ? high : count * kTokens};
   }
   Seen seen(const Line& line) const { return clamp(line.first - start, line.last - start, count); }
-  const uint8_t* next(int block) const {
-    if (block >= num_ahead) return nullptr;
-    return block < num_left ? blocks[count + block] : ahead[block];
-  }
-  void fetch_keys(int block, int bytes) const {
-    if (const uint8_t* from = next(block)) prefetch(from, bytes / 2);
-  }
-  void fetch_values(int block, int bytes) const {
-    if (const uint8_t* from = next(block)) prefetch(from + bytes / 2, bytes / 2);
-  }
 };
 
 struct Scratch {
@@ -133,7 +112,7 @@ INLINE int alike(const Scratch& s, const Span& span, int line, int lines, int mo
 // The weights of line `line`, whose scores are in place `place`, for all blocks of the span.
 template <class Cache>
 INLINE void weigh(const Scratch& s, const Span& span, int line, int place, Seen seen, float top,
-                  const typename Cache::Weigher& weigher, bool fetch) {
+                  const typename Cache::Weigher& weigher) {
   constexpr int kFour = 4;  // blocks at a time: 64 tokens fill a vector of bytes
   const float* scores = s.scores + place * kSpan;
   uint8_t* weights = s.weights + line * Cache::kWeightBytes;
@@ -159,8 +138,7 @@ INLINE void weigh(const Scratch& s, const Span& span, int line, int place, Seen 
     }
     weigher.put(p, first, weights);
   }
-  if (fetch)
-    for (int block = 0; block < span.count; ++block) span.fetch_values(block, Cache::block_bytes(s.head_dim));
+  span.ahead.during(Work::kWeights);
   s.top[line] = top * s.factor[line];
   s.sum[line] = sum(total);
   s.unit[line] = weigher.unit;

@@ -96,9 +96,11 @@ struct AttendRow {        // one token
 };
 
 struct AttendTask {       // tokens that see the same blocks, the query heads of one KV head
-  const uint8_t* const* blocks;  // of tokens 0..15, 16..31, ...; unseen ones are never read
-  const uint8_t* const* ahead;   // blocks wanted soon, to be fetched meanwhile
+  // Of tokens 0..15, 16..31, ...; unseen ones are never read. From `end` on come those of the tasks that
+  // probably follow, see kAhead.
+  const uint8_t* const* blocks;
   int num_ahead;
+  bool cold;              // no task before it has fetched its first blocks
   Format format;
   bool out_bfloat16;
   int group, head_dim;
@@ -114,6 +116,7 @@ struct AttendTask {       // tokens that see the same blocks, the query heads of
 // the sequence, so that a row's result does not depend on what else is computed.
 constexpr int kSpanBlocks = 8;
 constexpr int kSpan = kSpanBlocks * kTokens;
+constexpr int kAhead = 8;  // by so many blocks fetching is before computing, whatever task they belong to
 constexpr int attend_state_floats(int head_dim) { return head_dim + 16; }  // sum of V; maximum, total
 
 struct RowTask {          // a row of logits
