@@ -50,7 +50,7 @@ from turnstile.simulate.verdict import find_pace, pace_of, values, verdicts
 
 SEED = 101
 KEYS = ("flooding-tenant", "quiet-tenant")
-START_S, STAIRS_S, FITTING_S = 120.0, 60.0, 60.0
+START_S, STAIRS_S, FITTING_S = 120.0, 60.0, 45.0
 
 
 def stair(users: int, requests: int, prompt: Uniform, output: Uniform) -> Workload:
@@ -92,13 +92,13 @@ def cases(size: int, rate: float) -> list[Case]:
         return Workload("check", "", requests, **arrivals)
 
     share = size // 5
-    long, question = Uniform(256, 768), Uniform(16, 64)
+    long, question = Uniform(256, 512), Uniform(16, 64)
     behind = Workload("check", "", size, question, Fixed(32), users=100, prefix=512)
     return [
         Case("W1", "100 users, chat lengths", (Stream(chat(size, users=100)),)),
         Case(
             "long prompts",
-            "32 users, prompts of 256 to 768",
+            "32 users, prompts of 256 to 512",
             (Stream(Workload("check", "", size, long, question, users=32)),),
         ),
         Case("shared prefix", "100 users behind 512 common tokens", (Stream(behind),)),

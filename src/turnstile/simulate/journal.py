@@ -30,7 +30,6 @@ class Journal:
         self.gap_counts = array("q")
         self.steps = 0
         self.busy = 0.0
-        self.computed = 0
         self.page_seconds = 0.0
         self.peak_pages = 0
         self.row_seconds = 0.0
@@ -77,7 +76,6 @@ class Journal:
         rows = work.decodes + work.chunks
         self.steps += 1
         self.busy += seconds
-        self.computed += work.decodes + work.chunk_tokens
         self.page_seconds += held * seconds
         self.peak_pages = max(self.peak_pages, held)
         self.row_seconds += rows * seconds
