@@ -166,8 +166,7 @@ async def climb(url: str, key: str | None, prose: Prose) -> None:
 async def send(case: Case, url: str, prose: Prose, limit: float) -> list[Record]:
     """All streams of a case at the same time, with fresh text."""
     server = Server.parse(url, case.streams[0].key)
-    model = await first_model(server)
-    tokenizer = RemoteTokenizer(server, model)
+    tokenizer = RemoteTokenizer(server, model := await first_model(server))
     drivers = []
     for stream in case.streams:
         planned = await plan(stream.workload, tokenizer, prose, SEED)
