@@ -31,7 +31,7 @@ INLINE float exp_one(float x) {
 
 constexpr float kLog2E = 1.44269504f;
 
-// 2^x for x <= 1, by a polynomial in the fraction of x that is 1 at 0; its relative error is 3e-6 (degree
+// 2^x for x <= 127, by a polynomial in the fraction of x that is 1 at 0; its relative error is 3e-6 (degree
 // 4) or 2e-9 before rounding (degree 6). From -126 on down the result may be anything from 0 to 2^-126;
 // NaN stays NaN.
 template <int degree>
@@ -55,6 +55,9 @@ INLINE F exp2(F x) {
   return scaled_by_exp2(x, polynomial);
 }
 
-INLINE F silu(F x) { return x / (splat(1.0f) + exp(splat(0.0f) - x)); }
+INLINE F silu(F x) {
+  const F e = exp2<6>(min(splat(127.0f), x * splat(-kLog2E)));
+  return x / (splat(1.0f) + e);
+}
 
 }  // namespace turnstile::TURNSTILE_LEVEL

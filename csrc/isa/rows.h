@@ -49,26 +49,40 @@ struct Row {
   }
 };
 
+INLINE float float_of_bits(int32_t bits) {
+  float x;
+  __builtin_memcpy(&x, &bits, 4);
+  return x;
+}
+
 // One row to int8: q = round(x / scale) with scale = max|x| / 127, stored as q + 128. A NaN or infinity
 // anywhere makes the scale NaN, so that it comes out of the product as NaN and not as a finite number.
 template <int vectors>
 INLINE void quantize(const NormTask& task, const Row& row, uint8_t* out, float* scale) {
-  F highest_lane = splat(0.0f), probe = splat(0.0f);
+  // Magnitudes as integers: in the order of the numbers, with infinity and NaN above all.
+  I highest_lane = splat_i(0);
   for (int i = 0; i < task.padded; i += 16 * vectors) {
     F x[vectors];
     for (int part = 0; part < vectors; ++part) x[part] = Row::value(row, i + 16 * part);
     rotate<vectors>(x);
     for (int part = 0; part < vectors; ++part) {
-      highest_lane = max(highest_lane, abs(x[part]));
-      probe = fma(x[part], splat(0.0f), probe);
+      highest_lane = max(highest_lane, bits_i(abs(x[part])));
       store(task.scratch + i + 16 * part, x[part]);
     }
   }
-  const float largest = highest(highest_lane);
-  *scale = largest / 127.0f + sum(probe);
+  const float largest = float_of_bits(highest(highest_lane));
+  *scale = largest / 127.0f + 0.0f * largest;
   const F inverse = splat(largest > 0 ? 127.0f / largest : 0.0f);
-  for (int i = 0; i < task.padded; i += 16)
-    store_u8(out + i, round_i(load(task.scratch + i) * inverse) + splat_i(128));
+  if constexpr (vectors == 4) {
+    for (int i = 0; i < task.padded; i += 64) {
+      I q[4];
+      for (int part = 0; part < 4; ++part) q[part] = round_i(load(task.scratch + i + 16 * part) * inverse);
+      store_offset_bytes(out + i, q);
+    }
+  } else {
+    for (int i = 0; i < task.padded; i += 16)
+      store_u8(out + i, round_i(load(task.scratch + i) * inverse) + splat_i(128));
+  }
 }
 
 INLINE void norm_row(const NormTask& task, int index) {

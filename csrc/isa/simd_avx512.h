@@ -32,6 +32,7 @@ INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+INLINE I max(I a, I b) { return {_mm512_max_epi32(a.v, b.v)}; }
 INLINE I round_i(F a) { return {_mm512_cvtps_epi32(a.v)}; }
 INLINE F float_of(I a) { return {_mm512_cvtepi32_ps(a.v)}; }
 INLINE F bits_f(I a) { return {_mm512_castsi512_ps(a.v)}; }
@@ -69,15 +70,20 @@ INLINE float highest(F a) {
   return _mm512_cvtss_f32(s.v);
 }
 
+// The largest lane.
+INLINE int32_t highest(I a) { return _mm512_reduce_max_epi32(a.v); }
+
 // One stage of a Hadamard transform within the lanes: lane i becomes x[i] + x[i + stride] if i's bit
-// `stride` is clear, x[i - stride] - x[i] if it is set.
+// `stride` is clear, x[i - stride] - x[i] if it is set: one fused operation, in which nothing is rounded
+// but the sum.
 template <int stride> INLINE F butterfly(F a) {
   const __m512 other = stride == 8   ? swapped_halves(a).v
                        : stride == 4 ? _mm512_shuffle_f32x4(a.v, a.v, 0xB1)
                        : stride == 2 ? _mm512_permute_ps(a.v, 0x4E)
                                      : _mm512_permute_ps(a.v, 0xB1);
   constexpr __mmask16 set = stride == 8 ? 0xFF00 : stride == 4 ? 0xF0F0 : stride == 2 ? 0xCCCC : 0xAAAA;
-  return {_mm512_mask_sub_ps(_mm512_add_ps(a.v, other), set, other, a.v)};
+  const __m512 sign = _mm512_mask_blend_ps(set, _mm512_set1_ps(1.0f), _mm512_set1_ps(-1.0f));
+  return {_mm512_fmadd_ps(a.v, sign, other)};
 }
 
 // acc + the four products of unsigned bytes of a and signed bytes of b in each lane.
@@ -103,16 +109,22 @@ INLINE I load_s8(const uint8_t* p) {
 INLINE void store_u8(uint8_t* p, I a) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(a.v));
 }
+// Packing works within each quarter of a register: of four registers packed into one, quarter i has lanes
+// 4 i to 4 i + 3 of all. This order of its lanes puts them one register after the other.
+INLINE __m512i packed_order() { return _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15); }
+// Four times 16 lanes of -127 to 127, as bytes of lane + 128.
+INLINE void store_offset_bytes(uint8_t* p, const I* q) {
+  const __m512i bytes = _mm512_packs_epi16(_mm512_packs_epi32(q[0].v, q[1].v), _mm512_packs_epi32(q[2].v, q[3].v));
+  _mm512_storeu_si512(p, _mm512_xor_si512(_mm512_permutexvar_epi32(packed_order(), bytes), _mm512_set1_epi8(-128)));
+}
 // Four times 16 lanes of 16 bits: their high bytes and their low bytes, 64 each.
 INLINE void store_planes(const I* q, uint8_t* high, uint8_t* low) {
   const __m512i a = _mm512_packus_epi32(q[0].v, q[1].v), b = _mm512_packus_epi32(q[2].v, q[3].v);
   const __m512i byte = _mm512_set1_epi16(0xFF);
   const __m512i highs = _mm512_packus_epi16(_mm512_srli_epi16(a, 8), _mm512_srli_epi16(b, 8));
   const __m512i lows = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
-  // Packing works within each quarter of a register: quarter i has lanes 4 i to 4 i + 3 of all four.
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, highs));
-  _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, lows));
+  _mm512_storeu_si512(high, _mm512_permutexvar_epi32(packed_order(), highs));
+  _mm512_storeu_si512(low, _mm512_permutexvar_epi32(packed_order(), lows));
 }
 INLINE F load_bf16(const uint16_t* p) {
   const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));

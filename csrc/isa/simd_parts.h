@@ -72,6 +72,7 @@ INLINE F fma(F a, F b, F c) {
 // Where the comparison fails (NaN), both return b.
 INLINE F max(F a, F b) { EACH_PART a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE F min(F a, F b) { EACH_PART a.v[i] = a.v[i] < b.v[i] ? a.v[i] : b.v[i]; return a; }
+INLINE I max(I a, I b) { EACH_PART a.v[i] = a.v[i] > b.v[i] ? a.v[i] : b.v[i]; return a; }
 INLINE F abs(F a) { return bits_f(bits_i(a) & splat_i(0x7FFFFFFF)); }
 INLINE F float_of(I a) {
   F r;
@@ -133,6 +134,13 @@ INLINE float highest(F a) {
       x[lane] = x[lane] > x[lane + width] ? x[lane] : x[lane + width];
   return x[0];
 }
+// The largest lane.
+INLINE int32_t highest(I a) {
+  int32_t x[16];
+  store_i(x, a);
+  for (int lane = 1; lane < 16; ++lane) x[0] = x[lane] > x[0] ? x[lane] : x[0];
+  return x[0];
+}
 
 // One stage of a Hadamard transform within the lanes: lane i becomes x[i] + x[i + stride] if i's bit
 // `stride` is clear, x[i - stride] - x[i] if it is set.
@@ -191,6 +199,10 @@ INLINE void store_u8(uint8_t* p, I a) {
   int32_t x[16];
   store_i(x, a);
   for (int lane = 0; lane < 16; ++lane) p[lane] = static_cast<uint8_t>(x[lane]);
+}
+// Four times 16 lanes of -127 to 127, as bytes of lane + 128.
+INLINE void store_offset_bytes(uint8_t* p, const I* q) {
+  for (int i = 0; i < 4; ++i) store_u8(p + 16 * i, q[i] + splat_i(128));
 }
 // Four times 16 lanes of 16 bits: their high bytes and their low bytes, 64 each.
 INLINE void store_planes(const I* q, uint8_t* high, uint8_t* low) {
