@@ -30,12 +30,12 @@ from turnstile.core.plan import Plan
 
 Matrix = NDArray[np.float64]
 
-CACHED_READ = 0.23
+CACHED_READ = 0.39
 """What attending to K and V that another row of the step attends to as well costs of attending to a
-row's own. Attention of 100 rows with contexts of 560 took 0.28 and 0.32 as long where the first 512
-tokens are in the same pages (int8 with AMX, two cores that did nothing else): 0.30 = 0.095 for what
-is read from memory + 0.905 · 0.23. ``scripts/bench_kernels.py --cached-read`` measures it and
-prints the line. No load without sharing could teach it.
+row's own. Attention of 100 rows with contexts of 560 took 0.45 as long where the first 512 tokens
+are in the same pages (int8 with AMX): 0.45 = 0.098 for what is read from memory + 0.902 · 0.39.
+``scripts/bench_kernels.py --cached-read`` measures it and prints the line. No load without sharing
+could teach it.
 """
 
 
