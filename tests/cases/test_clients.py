@@ -232,7 +232,7 @@ def seven(server: ServerProcess) -> Iterator[list[Any]]:
         until(lambda: server.metric("turnstile_requests_waiting") == 2)
         yield results
     for thread in threads:
-        thread.join(60)
+        thread.join(PATIENCE)
         assert not thread.is_alive(), "a client hangs"
 
 

@@ -18,7 +18,7 @@ from typing import Self
 
 import httpx
 
-from e2e.harness import ROOT, free_port
+from e2e.harness import PATIENCE, ROOT, free_port
 
 PROXIES = ("nginx", "haproxy", "caddy")
 FILES = {"nginx": "nginx.conf", "haproxy": "haproxy.cfg", "caddy": "Caddyfile"}
@@ -176,4 +176,4 @@ class Proxy:
     def client(self, key: str | None = None) -> httpx.Client:
         """A client that speaks to it over connections of its own."""
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        return httpx.Client(base_url=self.url, headers=headers, timeout=60.0, verify=False)
+        return httpx.Client(base_url=self.url, headers=headers, timeout=PATIENCE, verify=False)

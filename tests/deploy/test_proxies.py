@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from deploy.proxies import PROXIES, SILENCE, Proxy, configure, program
-from e2e.harness import FAKED, ServerProcess, free_port, until
+from e2e.harness import FAKED, PATIENCE, ServerProcess, free_port, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(180)]
 
@@ -179,7 +179,7 @@ def test_a_client_that_leaves_frees_its_request(
 
 def raw(proxy: Proxy, content: dict[str, Any]) -> socket.socket:
     """A client that asks, and can leave without reading anything."""
-    guest = socket.create_connection(("127.0.0.1", proxy.port), timeout=30)
+    guest = socket.create_connection(("127.0.0.1", proxy.port), timeout=PATIENCE)
     if proxy.secure:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname, context.verify_mode = False, ssl.CERT_NONE

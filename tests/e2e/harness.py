@@ -36,7 +36,7 @@ FAKED = (sys.executable, str(ROOT / "tests/e2e/faked.py"))
 START_SECONDS = 120.0
 PATIENCE = 120.0
 """Seconds to wait for what must come, on any machine."""
-CANARY_TOKENS, CANARY_SECONDS = 16, 20.0
+CANARY_TOKENS, CANARY_SECONDS = 16, 60.0
 INSIDE = tuple(f"turnstile_requests_{state}" for state in ("running", "waiting", "in_flight"))
 
 
@@ -146,7 +146,7 @@ class ServerProcess:
         self.http = httpx.Client(
             base_url="http://localhost" if uds else self.url,
             headers=self.headers,
-            timeout=httpx.Timeout(60.0),
+            timeout=httpx.Timeout(PATIENCE),
             transport=httpx.HTTPTransport(uds=uds, limits=httpx.Limits(max_connections=None)),
         )
 

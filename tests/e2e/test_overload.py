@@ -25,7 +25,7 @@ async def burst(server: ServerProcess, engine: int) -> list[httpx.Response]:
     os.kill(engine, signal.SIGSTOP)
     try:
         async with httpx.AsyncClient(
-            base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=None)
+            base_url=server.url, timeout=PATIENCE, limits=httpx.Limits(max_connections=None)
         ) as client:
 
             async def ask(seed: int) -> httpx.Response:
@@ -47,7 +47,7 @@ async def burst(server: ServerProcess, engine: int) -> list[httpx.Response]:
 async def insist(server: ServerProcess) -> list[str | None]:
     """The same burst by OpenAI's client, which comes back when it is told to."""
     async with openai.AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=20, timeout=60
+        base_url=f"{server.url}/v1", api_key="none", max_retries=20, timeout=PATIENCE
     ) as client:
 
         async def ask(seed: int) -> str | None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from e2e.harness import ROOT, SCRIPTED, ServerProcess, text_of, until
+from e2e.harness import PATIENCE, ROOT, SCRIPTED, ServerProcess, text_of, until
 
 pytestmark = pytest.mark.e2e
 
@@ -213,7 +213,7 @@ def test_chat_and_complete_print_what_the_server_says(tiny: Path) -> None:
     def turnstile(*arguments: str, text: str = "") -> tuple[int, str, str]:
         done = subprocess.run(
             [sys.executable, "-m", "turnstile", *arguments, "--url", server.url],
-            input=text, capture_output=True, text=True, timeout=60,
+            input=text, capture_output=True, text=True, timeout=PATIENCE,
             env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "TURNSTILE_API_KEY": "k"},
         )  # fmt: skip
         return done.returncode, done.stdout, done.stderr
