@@ -5,7 +5,9 @@ from __future__ import annotations
 from turnstile.engine.client import EngineClient, Generation, Stream
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.fake import fake_token
+from turnstile.engine.journal import Journal
 from turnstile.engine.params import SamplingParams
+from turnstile.engine.protocol import Row, StepResult
 
 VOCABULARY = 1000
 
@@ -68,3 +70,15 @@ async def collect(stream: Stream, n: int = 1, into: Answer | None = None) -> Ans
 
 async def ask(engine: EngineClient, request: Generation) -> Answer:
     return await collect(engine.submit(request), request.n)
+
+
+def rows_of(journal: Journal, result: StepResult) -> list[Row]:
+    """All that a step says of its samples as rows, in order."""
+    rows = []
+    for number, first, token, charged in result.draws or ():
+        entry = journal.find(number)
+        if entry is not None:
+            index = number - entry.number
+            request_id = entry.generation.request_id
+            rows.append(Row(request_id, index, first, [token], charged=charged))
+    return rows + result.rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.answers import expected, generation
+from engine.answers import expected, generation, rows_of
 from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
@@ -71,7 +71,7 @@ class Machine:
     def take(self, result: StepResult) -> None:
         self.snapshot = result.snapshot
         self.accounts.hear(result.snapshot)
-        for row in result.rows:
+        for row in rows_of(self.journal, result):
             self.journal.take(row)
             self.charged[row.request_id, row.sample_index] = row.charged
             if row.error:

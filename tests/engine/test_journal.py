@@ -25,6 +25,40 @@ def test_a_row_is_taken_only_where_it_follows_on_what_is_written() -> None:
     assert journal.entries["r"].samples[0].outputs == [5, 6]
 
 
+@pytest.mark.parametrize("cancelled", [None, 0, 1])
+def test_a_draw_is_written_down_as_the_row_that_says_the_same(cancelled: int | None) -> None:
+    by_rows, by_draws = journal_of(n=2), journal_of(n=2)
+    (number,) = (submit.number for submit in by_draws.entries["r"].submits())
+    assert number is not None
+    for journal in (by_rows, by_draws):
+        journal.take(Row("r", 0, 0, [5], charged=4.0))
+        journal.take(Row("r", 1, 0, [6], charged=4.0))
+        if cancelled is not None:
+            journal.cancel("r", cancelled, "stop")
+    for index in (0, 1):
+        news = by_rows.take(Row("r", index, 1, [7], charged=6.0 + index))
+        assert by_draws.draw(number + index, 1, 7, 6.0 + index) == (news is not None)
+    entries = [journal.entries["r"] for journal in (by_rows, by_draws)]
+    assert entries[0].submits() == entries[1].submits()
+    assert entries[0].steps == entries[1].steps > 0
+    assert entries[0].samples[1 - (cancelled or 0)].outputs[-1] == 7
+
+
+def test_a_draw_is_taken_only_where_it_follows_and_while_its_request_lives() -> None:
+    journal = journal_of()
+    journal.take(Row("r", 0, 0, [5]))
+    number = journal.entries["r"].number
+    assert journal.find(number) is journal.entries["r"]
+    for first in (0, 2):
+        with pytest.raises(JournalError, match="1 token"):
+            journal.draw(number, first, 7, 0.0)
+    journal.cancel("r", None, "abort")
+    assert journal.find(number) is None
+    assert not journal.draw(number, 1, 7, 0.0)
+    other = journal.add(generation("other", [1], 10))
+    assert other.number > number
+
+
 def test_what_is_submitted_again_carries_outputs_and_charge() -> None:
     journal = journal_of()
     journal.take(Row("r", 0, 0, [5, 6], charged=6.0))

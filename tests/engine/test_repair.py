@@ -6,7 +6,7 @@ from collections.abc import Sequence as Seq
 
 import pytest
 
-from engine.answers import expected, generation
+from engine.answers import expected, generation, rows_of
 from turnstile.core.admission import ExpectedAdmission
 from turnstile.core.fairness import FairQueue
 from turnstile.core.pages import AuditError, PagePool
@@ -49,7 +49,7 @@ class Machine:
     def take(self, result: StepResult) -> None:
         self.snapshot = result.snapshot
         self.events += [kind for kind, _ in result.events]
-        for row in result.rows:
+        for row in rows_of(self.journal, result):
             news = self.journal.take(row)
             if news is not None:
                 self.outputs.setdefault((row.request_id, row.sample_index), []).extend(news.tokens)

@@ -79,6 +79,11 @@ class Stream(ABC):
         None. ``taker`` must be quick and must not raise; it may cancel samples of this stream.
         """
 
+    def pass_tokens(self, sample_index: int, taker: Callable[[int], bool]) -> None:  # noqa: B027
+        """Offer what says no more than a sample's next token to ``taker`` instead, until
+        :meth:`offer` is called again. A stream need not: as a row it means the same.
+        """
+
     @abstractmethod
     def cancel(self, sample_index: int | None = None, reason: str = "abort") -> None:
         """End one sample, or all. A cancelled sample yields nothing more; its tokens past this

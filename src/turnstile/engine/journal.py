@@ -40,6 +40,8 @@ class Entry:
 
     Attributes
     ----------
+    number
+        What its first sample is called in :class:`Draws`; the others follow.
     steps
         Rows with tokens, since the engine that runs now was given the request.
     proven
@@ -50,6 +52,7 @@ class Entry:
 
     __slots__ = (
         "generation",
+        "number",
         "prompt_logprobs_seen",
         "prompt_logprobs_taken",
         "proven",
@@ -59,8 +62,9 @@ class Entry:
         "unfinished",
     )
 
-    def __init__(self, generation: Generation) -> None:
+    def __init__(self, generation: Generation, number: int) -> None:
         self.generation = generation
+        self.number = number
         self.samples = [Sample() for _ in range(generation.n)]
         self.unfinished = generation.n
         self.steps = 0
@@ -105,6 +109,7 @@ class Entry:
             salt=generation.salt,
             charged=sample.charged,
             served=self.served,
+            number=self.number + index,
         )
 
 
@@ -115,6 +120,9 @@ class Journal:
         self.entries: dict[str, Entry] = {}
         self.cancels: list[Cancel] = []
         """To be told to the engine: what was cancelled before it existed there."""
+        self._numbered: dict[int, tuple[Entry, Sample]] = {}
+        """The samples of all entries, by their numbers."""
+        self._next_number = 0
         self._cancelled: dict[str, None] = {}
         """The last requests that were cancelled: rows of them may still be on their way."""
 
@@ -134,8 +142,35 @@ class Journal:
             raise DuplicateRequestError(
                 f"A request with the id {request_id!r} was cancelled; take another id."
             )
-        entry = self.entries[request_id] = Entry(generation)
+        entry = self.entries[request_id] = Entry(generation, self._next_number)
+        self._next_number += generation.n
+        for number, sample in enumerate(entry.samples, start=entry.number):
+            self._numbered[number] = entry, sample
         return entry
+
+    def find(self, number: int) -> Entry | None:
+        """The request of the sample of that number; None where it has ended."""
+        found = self._numbered.get(number)
+        return None if found is None else found[0]
+
+    def draw(self, number: int, first: int, token: int, charged: float) -> bool:
+        """:meth:`take` for one of :class:`Draws`. Returns whether it is news."""
+        found = self._numbered.get(number)
+        if found is None:
+            return False
+        entry, sample = found
+        outputs = sample.outputs
+        if sample.finish is not None or first != len(outputs):
+            # Rare, and none of it is special to a draw.
+            index = number - entry.number
+            row = Row(entry.generation.request_id, index, first, [token], charged=charged)
+            return self.take(row) is not None
+        outputs.append(token)
+        if charged > sample.charged:
+            sample.charged = charged
+        entry.steps += 1
+        entry.proven = True
+        return True
 
     def take(self, row: Row) -> Row | None:
         """Write a row down. Returns what is news of it, None where nothing is (its sample was
@@ -227,3 +262,5 @@ class Journal:
         entry.unfinished -= 1
         if not entry.unfinished:
             del self.entries[entry.generation.request_id]
+            for number in range(entry.number, entry.number + len(entry.samples)):
+                del self._numbered[number]

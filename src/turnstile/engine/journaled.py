@@ -19,6 +19,7 @@ from turnstile.engine.protocol import (
     Cancel,
     Command,
     Control,
+    Draws,
     EngineInfo,
     Loading,
     Row,
@@ -29,16 +30,38 @@ from turnstile.engine.protocol import (
 _POLL = 0.02
 
 
+class Outlet:
+    """Where the draws of one sample go: to ``taker``, while its stream is idle and there is one."""
+
+    __slots__ = ("index", "stream", "taker")
+
+    def __init__(self, stream: JournaledStream, index: int) -> None:
+        self.stream = stream
+        self.index = index
+        self.taker: Callable[[int], bool] | None = None
+
+
 class JournaledStream(Stream):
-    """Rows as they are written into the journal. One wake-up a step, however many rows."""
+    """Rows as they are written into the journal. One wake-up a step, however many rows.
+
+    Attributes
+    ----------
+    idle
+        Its reader has had all there was, and waits.
+    numbers, outlets
+        What its samples are called in :class:`Draws`, and where those go.
+    """
 
     def __init__(self, client: JournaledClient, entry: Entry) -> None:
         self.request_id = entry.generation.request_id
+        self.numbers = range(entry.number, entry.number + len(entry.samples))
         self._client = client
         self._entry = entry
         self._rows: list[Row] = []
         self._waiter: asyncio.Future[None] | None = None
         self._taker: Callable[[Row], bool] | None = None
+        self.idle = False
+        self.outlets = [Outlet(self, index) for index in range(entry.generation.n)]
 
     def __aiter__(self) -> JournaledStream:
         return self
@@ -48,15 +71,21 @@ class JournaledStream(Stream):
             if not self._entry.unfinished:
                 raise StopAsyncIteration
             self._waiter = asyncio.get_running_loop().create_future()
+            self.idle = True
             try:
                 await self._waiter
             finally:
-                self._waiter = None
+                self._waiter, self.idle = None, False
         rows, self._rows = self._rows, []
         return rows
 
     def offer(self, taker: Callable[[Row], bool] | None) -> None:
         self._taker = taker
+        for outlet in self.outlets:
+            outlet.taker = None
+
+    def pass_tokens(self, sample_index: int, taker: Callable[[int], bool]) -> None:
+        self.outlets[sample_index].taker = taker
 
     def cancel(self, sample_index: int | None = None, reason: str = "abort") -> None:
         ended = [sample_index is None or row.sample_index == sample_index for row in self._rows]
@@ -69,15 +98,14 @@ class JournaledStream(Stream):
 
     def put(self, row: Row) -> None:
         """Hand a row to the reader: directly where it can take it, else for its next turn."""
-        waiter = self._waiter
-        idle = waiter is not None and not waiter.done() and not self._rows
-        if idle and self._taker is not None and self._taker(row):
+        if self.idle and self._taker is not None and self._taker(row):
             return
         self._rows.append(row)
         self.wake()
 
     def wake(self) -> None:
         """Let the reader look."""
+        self.idle = False
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
@@ -95,6 +123,8 @@ class JournaledClient(EngineClient):
         self.loading: Loading | None = None
         self._journal = Journal()
         self._streams: dict[str, JournaledStream] = {}
+        self._outlets: dict[int, Outlet] = {}
+        """Those of all samples, by their numbers."""
         self._listeners: list[Callable[[StepResult], None]] = []
 
     # -- what a subclass does ---------------------------------------------------------------------
@@ -118,6 +148,7 @@ class JournaledClient(EngineClient):
         self.check_fits(len(generation.prompt), generation.max_tokens, generation.n)
         entry = self._journal.add(generation)
         stream = self._streams[generation.request_id] = JournaledStream(self, entry)
+        self._outlets.update(zip(stream.numbers, stream.outlets, strict=True))
         self._enter(entry)
         return stream
 
@@ -155,6 +186,8 @@ class JournaledClient(EngineClient):
 
     def _take(self, result: StepResult) -> None:
         """Write a step down and wake its readers. Raises :class:`JournalError`."""
+        if result.draws is not None:
+            self._take_draws(result.draws)
         for row in result.rows:
             self._take_row(row)
         cancels = self._journal.cancels
@@ -168,6 +201,16 @@ class JournaledClient(EngineClient):
         for listener in self._listeners:
             listener(result)
 
+    def _take_draws(self, draws: Draws) -> None:
+        write, outlets = self._journal.draw, self._outlets
+        for number, first, token, charged in draws:
+            if not write(number, first, token, charged):
+                continue
+            outlet = outlets[number]
+            stream, taker = outlet.stream, outlet.taker
+            if taker is None or not stream.idle or not taker(token):
+                stream.put(Row(stream.request_id, outlet.index, first, [token]))
+
     def _take_row(self, row: Row) -> None:
         news = self._journal.take(row)
         if news is not None:
@@ -179,6 +222,8 @@ class JournaledClient(EngineClient):
         if request_id not in self._journal.entries:
             stream = self._streams.pop(request_id, None)
             if stream is not None:
+                for number in stream.numbers:
+                    del self._outlets[number]
                 self._left(request_id)
 
     def _end(self, entry: Entry, finish: str, error: str | None = None) -> None:

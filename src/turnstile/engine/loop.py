@@ -36,6 +36,7 @@ from turnstile.engine.protocol import (
     Command,
     Control,
     CostModel,
+    Draws,
     Resume,
     Row,
     Snapshot,
@@ -80,9 +81,12 @@ class StepLoop:
         self._emit = emit
         self._clock = clock
         self._rows: list[Row] = []
+        self._draws: Draws | None = None
         self._untold = True
         """The last snapshot is out of date: a new engine, or one that was commanded."""
         self._drawing: dict[str, tuple[SamplingParams, int]] = {}
+        self._numbers: dict[str, int] = {}
+        """The number of each request's sample 0, where draws may be told by number."""
         self._repaired_at: list[int] = []
         self._told_tenants: list[str] = []
         self._busy = 0.0
@@ -95,7 +99,7 @@ class StepLoop:
     @property
     def has_work(self) -> bool:
         """Whether :meth:`step` would do anything: something runs, or is to be told."""
-        return self._untold or bool(self._rows) or self.scheduler.has_work
+        return self._untold or bool(self._rows or self._draws) or self.scheduler.has_work
 
     # -- commands ---------------------------------------------------------------------------------
 
@@ -137,6 +141,8 @@ class StepLoop:
         self._drawing[command.request_id] = (command.params, command.seed)
         if self.drafter is not None and command.params.forgetful:
             self.drafter.follow(sequence)
+        if command.number is not None:
+            self._numbers[command.request_id] = command.number - command.sample_index
 
     def _enter(self, command: Submit) -> Sequence:
         params = command.params
@@ -184,6 +190,7 @@ class StepLoop:
             self.drafter.forget(sequence)
         if not self.scheduler.sequences(sequence.request.id):
             self._drawing.pop(sequence.request.id, None)
+            self._numbers.pop(sequence.request.id, None)
 
     # -- the step ---------------------------------------------------------------------------------
 
@@ -237,17 +244,18 @@ class StepLoop:
 
     def _announce(self, plan: Plan) -> None:
         rows, self._rows = self._rows, []
+        draws, self._draws = self._draws, None
         members = [(c.sequence.request.id, c.sequence.index) for c in plan.chunks]
         happened = self.scheduler.take_events()
         for event in happened:
             if isinstance(event, Admitted):
                 rows += self._charges(event)
         events = [encode(event) for event in happened]
-        if rows or members or events or self._untold:
+        if rows or draws or members or events or self._untold:
             self._untold = False
             snapshot = self._snapshot()
             self._told_tenants = list(snapshot.tenants)
-            self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events))
+            self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events, draws))
 
     def _charges(self, event: Admitted) -> list[Row]:
         """Say what a prompt cost its tenant before it is computed: should the engine die in that,
@@ -365,6 +373,11 @@ class StepLoop:
 
     def _add_row(self, progress: Progress, result: ChunkResult | None, drafted: int = 0) -> None:
         sequence, tokens = progress.sequence, list(progress.tokens)
+        number = self._numbers.get(sequence.request.id)
+        if number is not None and not drafted and _is_plain(progress, result):  # nearly every row
+            self._draws = self._draws or Draws([], [], [], [])
+            self._draws.add(number + sequence.index, progress.first, tokens[0], sequence.charged)
+            return
         row = Row(
             sequence.request.id,
             sequence.index,
@@ -446,6 +459,19 @@ def _still_running(plan: Plan) -> Plan:
     """What of a plan can still be executed."""
     chunks = tuple(c for c in plan.chunks if c.sequence.state is State.RUNNING)
     return plan if len(chunks) == len(plan.chunks) else Plan(plan.step, chunks)
+
+
+def _is_plain(progress: Progress, result: ChunkResult | None) -> bool:
+    """Whether a row says nothing but one token, which is not the sample's first."""
+    return (
+        len(progress.tokens) == 1
+        and progress.first > 0
+        and not progress.finish
+        and not progress.sample
+        and result is not None
+        and result.logprobs is None
+        and result.prompt_logprobs is None
+    )
 
 
 def _fitted(model: StepCostModel) -> CostModel:

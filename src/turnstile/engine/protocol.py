@@ -20,6 +20,8 @@ can be part of a cycle, and looking at it costs a collection as much as making i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 
 from turnstile.engine.params import SamplingParams
@@ -36,6 +38,8 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     ``n > 1`` only when no sample has any output yet; ``sample_index`` is then 0. A sample that is
     resumed carries ``outputs`` so far, and ``charged``: what its tenant has paid for it already.
     ``served`` is the tenant's virtual counter in the engine that died; None for what is new.
+    ``number`` is what the sample is called in :class:`Draws`, the others of ``n`` with the numbers
+    that follow; None where all is to be said in rows.
     """
 
     request_id: str
@@ -54,6 +58,7 @@ class Submit(msgspec.Struct, array_like=True, tag="submit"):
     salt: bytes = b""
     charged: float = 0.0
     served: float | None = None
+    number: int | None = None
 
 
 class Cancel(msgspec.Struct, array_like=True, tag="cancel"):
@@ -129,6 +134,28 @@ class Row(msgspec.Struct, array_like=True, gc=False):
     """Draft tokens verified for it; all ``tokens`` but the last were among them."""
 
 
+class Draws(msgspec.Struct, array_like=True, gc=False):
+    """Rows that say no more than one token, and not the first: nearly all of a step. What would be
+    a hundred objects with a dozen fields each is four columns; ``numbers`` says of which samples.
+    """
+
+    numbers: list[int] = []
+    firsts: list[int] = []
+    tokens: list[int] = []
+    charged: list[float] = []
+
+    def add(self, number: int, first: int, token: int, charged: float) -> None:
+        """Append one."""
+        self.numbers.append(number)
+        self.firsts.append(first)
+        self.tokens.append(token)
+        self.charged.append(charged)
+
+    def __iter__(self) -> Iterator[tuple[int, int, int, float]]:
+        """Each with its number, the index of its token, the token, and what was paid by then."""
+        return zip(self.numbers, self.firsts, self.tokens, self.charged, strict=True)
+
+
 class CostModel(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
@@ -198,6 +225,7 @@ class Snapshot(msgspec.Struct, array_like=True, gc=False):
 class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):
     """The rows of the step that ended, and the members of the one that starts now.
 
+    What ``draws`` says comes before the rows: one of these may end a sample that drew in the step.
     ``events`` are ``(kind, fields)`` of :mod:`turnstile.core.events`, in order.
     """
 
@@ -207,6 +235,7 @@ class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):
     members: list[tuple[str, int]]
     snapshot: Snapshot
     events: list[tuple[str, list[object]]] = []
+    draws: Draws | None = None
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):

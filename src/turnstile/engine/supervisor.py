@@ -198,10 +198,15 @@ class ProcessEngine(JournaledClient):
             self._clear_suspects(result)
 
     def _clear_suspects(self, result: StepResult) -> None:
+        journal = self._journal
+        said = [journal.entries.get(row.request_id) for row in result.rows]
+        if result.draws is not None:
+            said += map(journal.find, result.draws.numbers)
         cleared = False
-        for row in result.rows:
-            entry = self._journal.entries.get(row.request_id)
-            if entry is not None and self._quarantine.came_through(row.request_id, entry.steps):
+        for entry in said:
+            if entry is not None and self._quarantine.came_through(
+                entry.generation.request_id, entry.steps
+            ):
                 cleared = True
         if cleared:
             self._restarts = 0

@@ -94,12 +94,15 @@ class Follower:
 
     def _take_at_once(self, row: Row) -> bool:
         """Take a row where no task is needed for it; returns whether it was taken."""
-        passage = self._passages.get(row.sample_index)
-        if passage is not None:
-            return passage.take(row)
         direct, frames = self._direct, self._frames
         if row.finish is not None or row.error is not None:
             return False
+        passage = self._passages.get(row.sample_index)
+        if passage is not None:
+            taken = passage.take(row.tokens)
+            if taken and row.drafted:
+                self._job.count_drafts(row)
+            return taken
         if frames is not None and (direct is None or not direct.ready):
             return False
         choice = self._job.choices[row.sample_index]
@@ -129,8 +132,7 @@ class Follower:
         passage = self._passages[sample] = Passage(
             choice, around, self._exchange, direct, self._outbox, self._metrics, self._fail
         )
-        if len(self._job.choices) == 1:
-            stream.offer(passage.take)
+        stream.pass_tokens(sample, passage.take_token)
 
     def _advance(self, choice: Choice, row: Row, now: float) -> bytes:
         """Take a row; returns what a stream may send after it."""

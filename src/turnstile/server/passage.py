@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from turnstile.engine.protocol import Row
 from turnstile.server.choices import Choice
 from turnstile.server.direct import Direct
 from turnstile.server.exchange import Exchange
@@ -84,7 +83,7 @@ class Passage:
     """Takes the tokens of one choice whose stream carries text alone, as it comes.
 
     It does for them what :meth:`Follower._advance` does for any row, with all that stays the same
-    looked up before.
+    looked up before. Rows that end or fail a choice are not for it.
 
     Parameters
     ----------
@@ -119,10 +118,15 @@ class Passage:
         self._text = choice.text
         self._fail = fail
 
-    def take(self, row: Row) -> bool:
-        """Take a row; returns whether it was taken: not where the stream has to wait, or ends."""
-        tokens = row.tokens
-        if row.finish is not None or row.error is not None or not (tokens and self._direct.ready):
+    def take_token(self, token: int) -> bool:
+        """Take the next token of the choice; returns whether it was taken: not where the stream
+        has to wait, for its client or because it is to fail.
+        """
+        return self.take((token,))
+
+    def take(self, tokens: Sequence[int]) -> bool:
+        """As :meth:`take_token`, for as many as there are."""
+        if not self._direct.ready:
             return False
         outbox, choice = self._outbox, self._choice
         now = outbox.open()
@@ -133,8 +137,6 @@ class Passage:
         else:
             self._metrics.next_tokens(now - choice.last_time, count)
         choice.last_time = now
-        if row.drafted:
-            choice.job.count_drafts(row)
         try:
             text = self._text.pass_on(tokens)
         except Exception as error:

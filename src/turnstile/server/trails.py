@@ -302,7 +302,7 @@ class RequestLog:
             if self._epoch is not None:
                 self.engine_lost()
             self._epoch, self._lost = result.epoch, False
-        if result.rows or result.members or result.events:
+        if result.rows or result.draws or result.members or result.events:
             # What says nothing may come from the supervisor, and is no sign of the engine's life.
             self.heard = result.snapshot.time
         for event in happened:
