@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler
+from turnstile.core.correction import Correction
 from turnstile.core.cost import Coefficients, StepCost
 from turnstile.core.events import Admitted
-from turnstile.core.forecast import Calibration, EngineView, OutputMeans, steps_until_start
+from turnstile.core.forecast import EngineView, steps_until_start
 from turnstile.core.gate import REASONS, Gate, GateConfig, Place, Refused, Work
+from turnstile.core.output_means import OutputMeans
 from turnstile.core.plan import Outcome
 from turnstile.core.request import FinishReason, Request
 
@@ -239,7 +241,7 @@ def test_calibration_finds_a_constant_error_and_covers_nine_in_ten(
     factor: float, seed: int
 ) -> None:
     draw = random.Random(seed)
-    calibration = Calibration()
+    calibration = Correction()
     covered = 0
     for i in range(3000):
         raw = 10 ** draw.uniform(0.01, 0.99)

@@ -15,12 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.driver import Driver, make_scheduler, solo, tenants_of
+from turnstile.core.commit import CommitError
 from turnstile.core.events import Repaired, WaitReason
 from turnstile.core.fairness import Lane
 from turnstile.core.pages import AuditError
 from turnstile.core.plan import Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence, State
-from turnstile.core.scheduler import MOST_MISTAKES, CommitError, Scheduler
+from turnstile.core.scheduler import MOST_MISTAKES, Scheduler
 
 Spoil = Callable[[Scheduler, random.Random], object]
 

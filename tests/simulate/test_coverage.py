@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from simulate.machines import ScatteredTiming
 from turnstile.bench.workloads import USERS_OUTPUT, USERS_PROMPT
+from turnstile.core.correction import Correction
 from turnstile.core.cost import Coefficients
-from turnstile.core.forecast import Calibration
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.clock import Clock
 from turnstile.simulate.journal import Journal
@@ -33,7 +33,7 @@ COST = Coefficients(0.005, 4e-4, 2e-7, 5e-5)
 BOUNDS = {"open": {"max_num_queued_reqs": 10**9}, "bounded": {"max_queue_wait": 20.0}}
 
 
-class Noting(Calibration):
+class Noting(Correction):
     """Keeps what was told and what came."""
 
     def __init__(self) -> None:

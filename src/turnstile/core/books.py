@@ -184,6 +184,11 @@ class Books:
             ended.append(Progress(unborn, 0, (), reason, error, sample=index))
         return ended
 
+    def fail(self, sequence: Sequence, error: str, now: float) -> list[Progress]:
+        """End it because of its own fault, and whatever it was still to fork into."""
+        self.statistics.failed_rows += 1
+        return self.finish(sequence, FinishReason.ERROR, now, error)
+
     def take_back(self, chunk: Chunk, charged: float) -> None:
         """Undo whatever a commit has done with a chunk before it broke off: its sequence is alive
         again, as long, as far computed and as much ``charged`` as before. Only these are right

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from turnstile.core.demand import Demand
-from turnstile.core.forecast import Ahead, Estimate, OutputMeans
+from turnstile.core.fairness import OUTPUT_CHARGE
+from turnstile.core.forecast import Ahead, Estimate
 from turnstile.core.limits import NO_LIMITS, TenantLimits
-from turnstile.core.scheduler import OUTPUT_CHARGE
+from turnstile.core.output_means import OutputMeans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

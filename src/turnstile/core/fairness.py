@@ -22,6 +22,9 @@ from dataclasses import dataclass, field
 from turnstile.core.pages import AuditError
 from turnstile.core.request import Sequence, State
 
+OUTPUT_CHARGE = 2.0
+"""Service of an output token, in units of an uncached prompt token."""
+
 Entry = tuple[tuple[float, float, int], Sequence]
 
 

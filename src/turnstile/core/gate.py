@@ -22,8 +22,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from turnstile.core.correction import Correction
 from turnstile.core.crowd import Crowd, Place, Work
-from turnstile.core.forecast import Ahead, Calibration, EngineView, Estimate
+from turnstile.core.forecast import Ahead, EngineView, Estimate
 from turnstile.core.forecaster import Forecaster, GateConfig
 from turnstile.core.limits import CONCURRENT, REQUESTS, TOKENS, Allowance, Meter
 
@@ -79,8 +80,8 @@ class Gate:
     def __init__(self, config: GateConfig) -> None:
         self.config = config
         self.view = EngineView(free_tokens=config.kv_tokens)
-        self.wait = Calibration()
-        self.ttft = Calibration()
+        self.wait = Correction()
+        self.ttft = Correction()
         self.accepted = 0
         """Prompts let in."""
         self.rejections = dict.fromkeys(REASONS, 0)

@@ -15,7 +15,8 @@ Here is what a step does, in what order; the parts are in their own modules. Whe
 what a start, a fork or an end changes, is in :mod:`books`: who waits (:mod:`waiting`), in which
 place (:mod:`slots`), whose time is up (:mod:`deadlines`). What is decided: who is next
 (:mod:`fairness`), who fits (:mod:`admission`), who of them starts (:mod:`entrance`), who must go
-(:mod:`preemption`), how the budget is shared among prompts (:mod:`chunking`).
+(:mod:`preemption`), how the budget is shared among prompts (:mod:`chunking`). What came of the step
+is written down by :mod:`commit`.
 
 What can be put in from outside: the page pool, the two policies, the choice of the victim, the cost
 model, and who of those that run a step looks at (:mod:`attendance`).
@@ -31,6 +32,7 @@ from turnstile.core.admission import AdmissionPolicy, check_fits, check_slots
 from turnstile.core.attendance import Attendance
 from turnstile.core.books import Books
 from turnstile.core.chunking import STRANGERS_LINGER, need, prompt_budget, share_budget
+from turnstile.core.commit import Commit, CommitError
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.entrance import Entrance
 from turnstile.core.events import AnyEvent
@@ -42,18 +44,8 @@ from turnstile.core.request import FinishReason, Request, Sequence, State
 from turnstile.core.settings import SchedulerConfig as SchedulerConfig
 from turnstile.core.settings import Statistics as Statistics
 
-OUTPUT_CHARGE = 2.0
-"""Service of an output token, in units of an uncached prompt token."""
 MOST_MISTAKES = 3
 """How often a sequence may leave the books wrong before it fails."""
-
-
-class CommitError(RuntimeError):
-    """A commit broke off: see :meth:`Scheduler.commit`. ``progress`` is what of it is true."""
-
-    def __init__(self, progress: list[Progress]) -> None:
-        super().__init__("An outcome could not be written into the books, which must be repaired.")
-        self.progress = progress
 
 
 class Scheduler:
@@ -89,6 +81,7 @@ class Scheduler:
         self.running = self.slots.running
         """In order of admission: the oldest first."""
         self.entrance = Entrance(config, self.slots, self.books.waiting, self.cache, admission)
+        self._commit = Commit(self.books, admission, config.max_model_len)
         self._strangers_until = 0
 
     # -- queries ----------------------------------------------------------------------------------
@@ -214,8 +207,7 @@ class Scheduler:
 
     def fail(self, sequence: Sequence, error: str, now: float) -> list[Progress]:
         """End a sequence because of its own fault, and whatever it was still to fork into."""
-        self.statistics.failed_rows += 1
-        return self.books.finish(sequence, FinishReason.ERROR, now, error)
+        return self.books.fail(sequence, error, now)
 
     def take_ended(self) -> list[Progress]:
         """What ended outside a commit since the last call: deadlines, and rows without pages."""
@@ -382,7 +374,7 @@ class Scheduler:
         absent = self.attendance.absent
         self.statistics.steps += 1
         try:
-            prefill = self._commit_chunks(plan, outcomes, now, progress)
+            prefill = self._commit.write(plan, outcomes, now, progress)
             self.attendance.committed(plan, now)
             cost = StepCost.of(plan) + absent
             self.cost.observe(cost, seconds)
@@ -395,107 +387,6 @@ class Scheduler:
             events.Stepped(now, plan.step, cost.tokens, prefill, cost.batch, draws, seconds)
         )
         return progress
-
-    def _commit_chunks(
-        self, plan: Plan, outcomes: Seq[Outcome], now: float, progress: list[Progress]
-    ) -> int:
-        """Append to ``progress`` chunk by chunk: whatever raises, it says what has been done.
-        Returns how many tokens of prompts were computed.
-        """
-        crowd, prefill = plan.num_decodes, 0
-        for number, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
-            sequence, charged = chunk.sequence, chunk.sequence.charged
-            if sequence.state is not State.RUNNING:
-                continue
-            if chunk.start < sequence.num_prompt:
-                prefill += min(chunk.end, sequence.num_prompt) - chunk.start
-            try:
-                if number < crowd and outcome.error is None and not sequence.catching_up:
-                    steps = [self._commit_decode(sequence, outcome.tokens, now)]
-                else:
-                    steps = self._commit_chunk(chunk, outcome, now)
-            except Exception:
-                sequence.mistakes += 1
-                self.books.take_back(chunk, charged)
-                raise
-            for step in steps:
-                step.chunk = number
-            progress += steps
-        return prefill
-
-    def _commit_decode(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> Progress:
-        """:meth:`_commit_chunk` of a token computed and one drawn, which is nearly all there is:
-        without whatever cannot be then.
-        """
-        computed = sequence.computed = sequence.computed + 1
-        sequence.drafts = ()
-        if not computed % self.pool.page_size:
-            self.books.publish(sequence, computed - 1, now)
-        first = sequence.num_outputs
-        finish = sequence.append(tokens[0], self.config.max_model_len)
-        self.queue.charge(sequence, OUTPUT_CHARGE)
-        if finish:
-            self._finish(sequence, finish, now)
-        return Progress(sequence, first, tokens, finish)
-
-    def _commit_chunk(self, chunk: Chunk, outcome: Outcome, now: float) -> list[Progress]:
-        sequence = chunk.sequence
-        if outcome.error is not None:
-            return self.fail(sequence, outcome.error, now)
-        before = sequence.computed
-        sequence.computed = chunk.end
-        sequence.drafts = ()
-        if sequence.catching_up and need(sequence) <= 1:
-            self.slots.changes += 1
-        if chunk.drafts:
-            # What was rejected was computed in vain: the pages hold it until it is written over.
-            return [self._extend(sequence, outcome.tokens, now, publish_from=before)]
-        self.books.publish(sequence, before, now)
-        if chunk.end == sequence.total and sequence.request.max_tokens == 0:
-            return self.books.finish(sequence, FinishReason.LENGTH, now)
-        if not chunk.samples:
-            return [Progress(sequence, sequence.num_outputs, ())] if chunk.score else []
-        if sequence.catching_up:
-            sequence.catching_up = False
-            self.books.events.append(
-                events.Decoding(now, sequence.request.id, sequence.index, sequence.computed)
-            )
-        siblings = self.books.fork(sequence, now) if sequence.fork_width > 1 else []
-        progress = []
-        for sample, (member, token) in enumerate(
-            zip([sequence, *siblings], outcome.tokens, strict=True)
-        ):
-            step = self._extend(member, (token,), now)
-            step.sample = sample
-            progress.append(step)
-        return progress
-
-    def _extend(
-        self,
-        sequence: Sequence,
-        tokens: tuple[int, ...],
-        now: float,
-        publish_from: int | None = None,
-    ) -> Progress:
-        """Append draws, up to the one that ends the sequence; finish if it is the end. With drafts
-        only now is known which of the tokens computed since ``publish_from`` can be published.
-        """
-        first = sequence.num_outputs
-        tokens, finish = sequence.extend(tokens, self.config.max_model_len)
-        self.queue.charge(sequence, OUTPUT_CHARGE * len(tokens))
-        if publish_from is not None:
-            sequence.computed = min(sequence.computed, sequence.total - 1)
-            self.books.publish(sequence, publish_from, now)
-        if sequence.state is State.WAITING:
-            self.books.waiting.tokens += len(tokens)
-        if finish:
-            self._finish(sequence, finish, now)
-        return Progress(sequence, first, tokens, finish)
-
-    def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
-        """A sequence has ended by itself."""
-        self.books.finish(sequence, reason, now)
-        self.admission.finished(sequence)
 
 
 _MISTAKEN = "The request left the books of the engine wrong each time it was computed."

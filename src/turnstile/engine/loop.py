@@ -21,13 +21,14 @@ import time
 from collections.abc import Callable
 
 from turnstile.core.admission import NeverFitsError
+from turnstile.core.commit import CommitError
 from turnstile.core.cost import CostModel as StepCostModel
 from turnstile.core.cost import StepCost, read_again
 from turnstile.core.events import Admitted, encode
 from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
-from turnstile.core.scheduler import CommitError, Scheduler
+from turnstile.core.scheduler import Scheduler
 from turnstile.core.speculation import NO_DRAFTS, Drafter
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.params import SamplingParams

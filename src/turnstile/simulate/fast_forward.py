@@ -25,10 +25,10 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from turnstile.core.admission import AdmissionPolicy, Candidate
 from turnstile.core.attendance import Attendance
 from turnstile.core.cost import StepCost
+from turnstile.core.fairness import OUTPUT_CHARGE
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Plan
 from turnstile.core.request import Sequence, State
-from turnstile.core.scheduler import OUTPUT_CHARGE
 from turnstile.core.settings import SchedulerConfig
 
 Appointment = tuple[Sequence, int]
