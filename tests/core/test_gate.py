@@ -156,7 +156,7 @@ def test_places_are_given_back_exactly_once_in_every_ending(
     assert all(1 <= r.retry_after <= 60 for r in refusals if r.retry_after is not None)
     state: Any = gate._crowd
     assert (gate.waiting, gate.waiting_tokens, gate.running) == (0, 0, 0)
-    assert not state._lanes
+    assert not state._backlogs
     assert not state._running
     assert not state.running_of
 

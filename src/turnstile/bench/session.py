@@ -34,7 +34,7 @@ FORMAT = "turnstile-bench-1"
 ENDPOINTS = (Completions.path, Chat.path)
 
 
-class SettingsError(ValueError):
+class MeasurementError(ValueError):
     """The measurement cannot be made like this; the message says why."""
 
 
@@ -80,11 +80,11 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.repeat < 1 or self.warmup < 0:
-            raise SettingsError("--repeat must be at least 1 and --warmup at least 0")
+            raise MeasurementError("--repeat must be at least 1 and --warmup at least 0")
         if self.time_limit is not None and self.time_limit <= 0:
-            raise SettingsError("--time-limit must be over 0 seconds")
+            raise MeasurementError("--time-limit must be over 0 seconds")
         if self.endpoint not in ENDPOINTS:
-            raise SettingsError(
+            raise MeasurementError(
                 f"--endpoint must be {' or '.join(ENDPOINTS)}, not {self.endpoint!r}"
             )
 

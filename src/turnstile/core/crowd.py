@@ -112,7 +112,7 @@ class Place:
             self._keeper.on_leave(self, now, outputs, drawn)
 
 
-class Lane:
+class Backlog:
     """The waiting work of one tenant at one priority, in sums."""
 
     __slots__ = ("outputs", "prompt_tokens", "prompts", "samples")
@@ -161,14 +161,14 @@ class Crowd:
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
-        self.waiting = Lane()
+        self.waiting = Backlog()
         """All that wait."""
         self.running_samples = 0
         self.running_of: dict[str, int] = {}
         """Running samples of each tenant that has any."""
         self._running: dict[Place, None] = {}
         self._behind_of: dict[str, int] = {}
-        self._lanes: dict[str, dict[int, Lane]] = {}
+        self._backlogs: dict[str, dict[int, Backlog]] = {}
         self._weights: dict[str, float] = {}
         self._outputs: dict[str, OutputMeans] = {}
         self._demand = Demand()
@@ -176,8 +176,8 @@ class Crowd:
 
     def samples_of(self, tenant: str) -> int:
         """Samples of a tenant inside, waiting or running."""
-        lanes = self._lanes.get(tenant, {}).values()
-        return self.running_of.get(tenant, 0) + sum(lane.samples for lane in lanes)
+        backlogs = self._backlogs.get(tenant, {}).values()
+        return self.running_of.get(tenant, 0) + sum(backlog.samples for backlog in backlogs)
 
     def enter(self, place: Place) -> None:
         """Somebody begins to wait."""
@@ -185,11 +185,11 @@ class Crowd:
         self._weights[work.tenant] = work.weight
         asked = Ahead(work.n, work.prompt_tokens, work.n * place.expected)
         self._demand.add(work.tenant, work.weight, asked, place.entered)
-        lanes = self._lanes.setdefault(work.tenant, {})
-        lane = lanes.get(work.priority)
-        if lane is None:
-            lane = lanes[work.priority] = Lane()
-        lane.add(place, 1)
+        backlogs = self._backlogs.setdefault(work.tenant, {})
+        backlog = backlogs.get(work.priority)
+        if backlog is None:
+            backlog = backlogs[work.priority] = Backlog()
+        backlog.add(place, 1)
         self.waiting.add(place, 1)
 
     def start(self, place: Place) -> None:
@@ -230,12 +230,12 @@ class Crowd:
     def _stop_waiting(self, place: Place) -> None:
         work = place.work
         self.waiting.add(place, -1)
-        lanes = self._lanes[work.tenant]
-        lanes[work.priority].add(place, -1)
-        if not lanes[work.priority].prompts:
-            del lanes[work.priority]
-            if not lanes:
-                del self._lanes[work.tenant], self._weights[work.tenant]
+        backlogs = self._backlogs[work.tenant]
+        backlogs[work.priority].add(place, -1)
+        if not backlogs[work.priority].prompts:
+            del backlogs[work.priority]
+            if not backlogs:
+                del self._backlogs[work.tenant], self._weights[work.tenant]
 
     def _means(self, tenant: str) -> OutputMeans:
         means = self._outputs.get(tenant)
@@ -315,20 +315,20 @@ class Crowd:
         """
         samples, prompt, outputs = before.samples, before.prompt_tokens, before.outputs
         policy = self.policy
-        own = self._lanes.get(work.tenant, {}) if policy == "fair" else {}
+        own = self._backlogs.get(work.tenant, {}) if policy == "fair" else {}
         if policy != "fair":
-            for lanes in self._lanes.values():
-                for priority, lane in lanes.items():
+            for backlogs in self._backlogs.values():
+                for priority, backlog in backlogs.items():
                     if policy != "priority" or priority <= work.priority:
-                        samples += lane.samples
-                        prompt += lane.prompt_tokens
-                        outputs += lane.outputs
+                        samples += backlog.samples
+                        prompt += backlog.prompt_tokens
+                        outputs += backlog.outputs
             return Ahead(samples, prompt, outputs)
-        for priority, lane in own.items():
+        for priority, backlog in own.items():
             if priority <= work.priority:
-                samples += lane.samples
-                prompt += lane.prompt_tokens
-                outputs += lane.outputs
+                samples += backlog.samples
+                prompt += backlog.prompt_tokens
+                outputs += backlog.outputs
         return self._others(work, Ahead(samples, prompt, outputs), served, seconds)
 
     def _others(self, work: Work, own: Ahead, served: Mapping[str, float], seconds: float) -> Ahead:
@@ -345,22 +345,22 @@ class Crowd:
             owed = (turn - served.get(tenant, least)) * weight
             if owed <= 0 or tenant == work.tenant:
                 continue
-            lanes, coming = self._lanes.get(tenant, _NO_LANES), demand.asked_by(tenant)
+            backlogs, coming = self._backlogs.get(tenant, _NO_BACKLOGS), demand.asked_by(tenant)
             total = lately * coming.charge
-            for lane in lanes.values():
-                total += lane.charge
+            for backlog in backlogs.values():
+                total += backlog.charge
             share = min(1.0, owed / total) if total else 1.0
             samples += share * lately * coming.samples
             prompt += share * lately * coming.prompt_tokens
             outputs += share * lately * coming.outputs
-            for lane in lanes.values():
-                samples += share * lane.samples
-                prompt += share * lane.prompt_tokens
-                outputs += share * lane.outputs
+            for backlog in backlogs.values():
+                samples += share * backlog.samples
+                prompt += share * backlog.prompt_tokens
+                outputs += share * backlog.outputs
         return Ahead(samples, prompt, outputs)
 
 
-_NO_LANES: dict[int, Lane] = {}
+_NO_BACKLOGS: dict[int, Backlog] = {}
 
 
 def _done(place: Place, step: int) -> int:
@@ -376,4 +376,4 @@ def _left(place: Place, done: int) -> float:
     return max(1.0, min(left, place.work.max_tokens - done))
 
 
-__all__ = ["Crowd", "Ends", "Keeper", "Lane", "Place", "Work"]
+__all__ = ["Backlog", "Crowd", "Ends", "Keeper", "Place", "Work"]

@@ -255,40 +255,40 @@ def drive(
         The server has work and never does any.
     """
     source = OpenLoad(load) if isinstance(load, Iterable) else load
-    time_now = _Clock(by_steps, seconds)
+    clock = _Clock(by_steps, seconds)
     answers: dict[str, Answer] = {}
     steps: list[Step] = []
     idle = 0
     while True:
-        now = time_now.now
+        now = clock.now
         for ask in source.due(now):
             # In an open loop the wait counts from the moment the request was due.
-            second = time_now.second
-            due = second if time_now.by_steps else min(ask.arrival, second)
-            answers[ask.id] = Answer(ask, time_now.steps, due)
+            second = clock.second
+            due = second if clock.by_steps else min(ask.arrival, second)
+            answers[ask.id] = Answer(ask, clock.steps, due)
             server.submit(ask, now)
         upcoming = source.next_at()
         if not server.has_work:
             if upcoming is None:
-                return Run(answers, steps, time_now.second, time_now.steps)
-            time_now.wait(upcoming)
+                return Run(answers, steps, clock.second, clock.steps)
+            clock.wait(upcoming)
             continue
         step = server.step(now, upcoming is not None)
         if step is None:
             idle += 1
             if idle > _PATIENCE:
                 raise StuckError(f"{idle} times there was work and nothing could run.")
-            time_now.wait(None)
+            clock.wait(None)
             continue
         idle = 0
         if step.computed:
-            time_now.steps += 1
+            clock.steps += 1
             steps.append(step)
         for row in step.rows:
             answer = answers[row.id]
-            _take(answer, row, time_now)
+            _take(answer, row, clock)
             if row.finish is not None:
-                source.ended(answer.ask, time_now.now)
+                source.ended(answer.ask, clock.now)
 
 
 def _take(answer: Answer, row: Row, clock: _Clock) -> None:

@@ -68,17 +68,7 @@ def run_parts(
         ``html`` is not a place for a file.
     """
     wanted = list(PARTS if names is None else names)
-    for name in wanted:
-        if name not in PARTS:
-            raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
-        if missing := PARTS[name].missing:
-            raise MissingPackageError(
-                f"The part {name!r} needs {missing}, which is not installed (pip install "
-                f"{missing}); the other parts can be run by their names."
-            )
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        # Now, and not after minutes of work.
-        raise PageError(f"--html {html}: that is no file in a directory that exists.")
+    _check(wanted, html)
     console = make_console()
     began = time.perf_counter()
     lab_model = open_model(model, threads=threads, processor_time=processor_time)
@@ -91,13 +81,31 @@ def run_parts(
     if html is not None:
         html.write_text(render(told, lab_model.describe()), encoding="utf-8")
         console.print(f"\nThe page is in {escape(str(html))}.")
-    failed = [claim for part in told for claim in part.failed]
-    claims = sum(len(part.claims) for part in told)
+    return _judge(told, time.perf_counter() - began, console)
+
+
+def _check(names: Iterable[str], html: Path | None) -> None:
+    """Refuse now, and not after minutes of work, what cannot be run or written."""
+    for name in names:
+        if name not in PARTS:
+            raise UnknownPartError(f"The lab has no part {name!r}; it has {', '.join(PARTS)}.")
+        if missing := PARTS[name].missing:
+            raise MissingPackageError(
+                f"The part {name!r} needs {missing}, which is not installed (pip install "
+                f"{missing}); the other parts can be run by their names."
+            )
+    if html is not None and (html.is_dir() or not html.parent.is_dir()):
+        raise PageError(f"--html {html}: that is no file in a directory that exists.")
+
+
+def _judge(told: Iterable[Part], seconds: float, console: Console) -> int:
+    """Say whether every claim holds; returns the exit code."""
+    claims = [claim for part in told for claim in part.claims]
+    failed = sum(len(part.failed) for part in told)
     console.print()
-    seconds = time.perf_counter() - began
     console.print(
-        f"{claims - len(failed)} of {claims} claims hold, after {seconds:.0f} s."
+        f"{len(claims) - failed} of {len(claims)} claims hold, after {seconds:.0f} s."
         if not failed
-        else f"[bold red]{len(failed)} of {claims} claims fail[/bold red], after {seconds:.0f} s."
+        else f"[bold red]{failed} of {len(claims)} claims fail[/bold red], after {seconds:.0f} s."
     )
     return 1 if failed else 0

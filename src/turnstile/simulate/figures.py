@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from turnstile.bench.metrics import PERCENTS, distribution
+from turnstile.bench.metrics import PERCENTS, LimitsError, distribution
 from turnstile.simulate.journal import COMPLETED, FAILED, REFUSED, Journal
 from turnstile.simulate.load import Load
 
@@ -17,10 +17,6 @@ Figures = dict[str, Any]
 Floats = NDArray[np.float64]
 
 LATENCIES = ("ttft", "tpot", "e2el", "norm")
-
-
-class LimitsError(ValueError):
-    """There is no such limit; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
