@@ -11,6 +11,8 @@ from hypothesis import settings
 
 from e2e.harness import ServerProcess
 from e2e.pool import ServerPool, Srv, check_after, flags
+from hostile import pytest_addoption as pytest_addoption
+from hostile import pytest_configure as pytest_configure
 from tiny_models import make_tiny_llama
 
 # How long an example takes is the machine's business: timing is benchmarked, not tested. A run of
