@@ -59,10 +59,10 @@ def stair(users: int, requests: int, prompt: Uniform, output: Uniform) -> Worklo
 
 STAIRS = (
     *(stair(users, 3 * users, Uniform(16, 96), Uniform(16, 64)) for users in (2, 8, 16, 32)),
-    stair(8, 16, Uniform(512, 1024), Uniform(32, 64)),
+    stair(16, 24, Uniform(256, 1024), Uniform(32, 64)),
 )
 """What a new server gets first, always the same lengths. They warm it up, and they show the
-engine's fit what W1 has little of: small steps, and long prompts.
+engine's fit what W1 has little of: small steps, long prompts, few rows with long contexts.
 """
 RAW = "turnstile-simulator-check-2"
 
