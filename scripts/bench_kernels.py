@@ -61,6 +61,8 @@ SHAPES = (
     Shape("100 users, context 560", 100, 560),
     Shape("100 users, context 560, 512 shared", 100, 560, shared=512),
     Shape("90 users, 512 shared + 10 prompts behind it", 90, 560, 10, 40, 512, behind=True),
+    Shape("90 users + 678 prompt", 90, 200, 6, 113),
+    Shape("90 users + 678 prompt, behind 512 shared", 90, 712, 6, 113, 512, behind=True),
     Shape("256 users", 256, 200),
     Shape("512 prompt", 0, 0, 4),
 )
