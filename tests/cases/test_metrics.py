@@ -408,7 +408,7 @@ def test_waste_is_the_room_in_held_pages_that_nothing_was_written_to() -> None:
         loop.step()
         held = scheduler.pool.num_held * 16
         computed = sum(sequence.computed for sequence in scheduler.running)
-        assert loop._snapshot().unused_tokens == held - computed
+        assert loop.snapshot().unused_tokens == held - computed
     assert max(result.snapshot.unused_tokens for result in results) > 0
     assert results[-1].snapshot.unused_tokens == 0
 

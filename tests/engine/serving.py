@@ -41,7 +41,7 @@ class Engine:
 
     @property
     def snapshot(self) -> Snapshot:
-        return self.loop._snapshot()
+        return self.loop.snapshot()
 
     def submit(
         self,

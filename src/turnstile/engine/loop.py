@@ -22,21 +22,19 @@ from collections.abc import Callable
 
 from turnstile.core.admission import NeverFitsError
 from turnstile.core.commit import CommitError
-from turnstile.core.cost import CostModel as StepCostModel
 from turnstile.core.cost import StepCost, read_again
 from turnstile.core.events import Admitted, encode
-from turnstile.core.forecast import prefill_left
 from turnstile.core.plan import Plan, Progress
 from turnstile.core.request import DuplicateRequestError, FinishReason, Request, Sequence, State
 from turnstile.core.scheduler import Scheduler
 from turnstile.core.speculation import NO_DRAFTS, Drafter
 from turnstile.engine.executor import ChunkResult, Executor
+from turnstile.engine.gauges import Gauges
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import (
     Cancel,
     Command,
     Control,
-    CostModel,
     Draws,
     Resume,
     Row,
@@ -89,12 +87,7 @@ class StepLoop:
         self._numbers: dict[str, int] = {}
         """The number of each request's sample 0, where draws may be told by number."""
         self._repaired_at: list[int] = []
-        self._told_tenants: list[str] = []
-        self._busy = 0.0
-        self._step_seconds = 0.0
-        self._step_tokens = 0
-        # What a simulator needs to foretell a step's end: the pass and all that is around it.
-        self._turns = StepCostModel(fine=True)
+        self._gauges = Gauges()
         self._turn_began: float | None = None
 
     @property
@@ -214,18 +207,16 @@ class StepLoop:
         began = self._clock()
         plan, results, whole = self._execute(plan)
         ended_at = self._clock()
-        self._step_seconds = ended_at - began
-        self._step_tokens = plan.num_tokens
-        self._busy += self._step_seconds
+        self._gauges.stepped(plan.num_tokens, ended_at - began)
         # A step that had to be tried again says nothing of what steps cost.
-        seconds = self._step_seconds if whole else 0.0
+        seconds = ended_at - began if whole else 0.0
         if self.drafter is not None:
             self.drafter.learn(plan, results)
         for progress in self._commit(plan, results, ended_at, seconds):
             chunk = plan.chunks[progress.chunk]
             self._add_row(progress, results[progress.chunk], len(chunk.drafts))
         now = self._clock()
-        self._turns.observe(cost, now - turn_began)
+        self._gauges.turns.observe(cost, now - turn_began)
         if self.scheduler.has_work:
             self._turn_began = now
         else:
@@ -254,9 +245,14 @@ class StepLoop:
         events = [encode(event) for event in happened]
         if rows or draws or members or events or self._untold:
             self._untold = False
-            snapshot = self._snapshot()
-            self._told_tenants = list(snapshot.tenants)
+            snapshot = self.snapshot()
+            self._gauges.told(snapshot)
             self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events, draws))
+
+    def snapshot(self) -> Snapshot:
+        """Counters and gauges of now."""
+        drafts = self.drafter.counts if self.drafter is not None else NO_DRAFTS
+        return self._gauges.snapshot(self.scheduler, drafts, self._clock())
 
     def _charges(self, event: Admitted) -> list[Row]:
         """Say what a prompt cost its tenant before it is computed: should the engine die in that,
@@ -406,50 +402,6 @@ class StepLoop:
             if self.drafter is not None and params.forgetful:
                 self.drafter.follow(sequence)
 
-    # -- the snapshot -----------------------------------------------------------------------------
-
-    def _snapshot(self) -> Snapshot:
-        scheduler, pool, counts = self.scheduler, self.scheduler.pool, self.scheduler.statistics
-        tenants = scheduler.queue.counters()
-        departed = [tenant for tenant in self._told_tenants if tenant not in tenants]
-        drafts = self.drafter.counts if self.drafter is not None else NO_DRAFTS
-        return Snapshot(
-            time=self._clock(),
-            step=counts.steps,
-            step_seconds=self._step_seconds,
-            busy_seconds=self._busy,
-            running=len(scheduler.running),
-            waiting=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens,
-            pages_total=pool.num_pages,
-            pages_free=pool.num_free,
-            pages_held=pool.num_held,
-            pages_cached=pool.num_cached,
-            prompt_tokens=counts.prompt_tokens,
-            cached_tokens=counts.cached_tokens,
-            generated_tokens=counts.generated_tokens,
-            recomputed_tokens=counts.recomputed_tokens,
-            preemptions=counts.preemptions,
-            evictions=pool.evictions,
-            prefix_queries=scheduler.cache.queries,
-            prefix_hits=scheduler.cache.hits,
-            bad_rows=counts.failed_rows,
-            repairs=counts.repairs,
-            step_tokens=self._step_tokens,
-            waiting_by_reason=scheduler.waiting_by_reason,
-            tenants=tenants,
-            departed={tenant: scheduler.queue.served(tenant) for tenant in departed},
-            tenant_level=scheduler.queue.level,
-            cost=_fitted(scheduler.cost),
-            turn=_fitted(self._turns),
-            prefill_tokens=prefill_left(scheduler.running),
-            unused_tokens=pool.num_entries * pool.page_size
-            - sum([s.computed for s in scheduler.running]),
-            drafts=drafts.drafts,
-            draft_tokens=drafts.tokens,
-            accepted_tokens=drafts.accepted,
-        )
-
 
 def _not_set_up(command: Submit, error: Exception) -> str:
     logger.exception("Request %s could not be set up", command.request_id)
@@ -473,11 +425,3 @@ def _is_plain(progress: Progress, result: ChunkResult | None) -> bool:
         and result.logprobs is None
         and result.prompt_logprobs is None
     )
-
-
-def _fitted(model: StepCostModel) -> CostModel:
-    fit = model.coefficients
-    return CostModel(
-        fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch, fit.epsilon,
-        fit.knee,
-    )  # fmt: skip
