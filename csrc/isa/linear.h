@@ -29,6 +29,7 @@ constexpr int kPrefetch = 16;  // steps ahead: 2 KiB, for weights that come from
 
 struct Int8Dot {
   using Acc = I;
+  static constexpr bool integers = true;
   INLINE I zero() { return splat_i(0); }
   INLINE I step(I acc, int32_t row, const uint8_t* weights) {
     return dot4(acc, splat_i(row), load_i(weights));
@@ -37,6 +38,7 @@ struct Int8Dot {
 };
 struct Bfloat16Dot {
   using Acc = F;
+  static constexpr bool integers = false;
   INLINE F zero() { return splat(0.0f); }
   INLINE F step(F acc, int32_t row, const uint8_t* weights) {
     return dot2(acc, splat_i(row), load_i(weights));
@@ -45,6 +47,7 @@ struct Bfloat16Dot {
 };
 struct Float32Dot {
   using Acc = F;
+  static constexpr bool integers = false;
   INLINE F zero() { return splat(0.0f); }
   INLINE F step(F acc, int32_t row, const uint8_t* weights) {
     return fma(bits_f(splat_i(row)), bits_f(load_i(weights)), acc);
@@ -100,56 +103,87 @@ INLINE void tile_of(int count, const uint8_t* input, size_t stride, const uint8_
 }
 
 // What all rows share of 16 outputs.
+template <bool integers, bool biased>
 struct Outputs {
   I offset;
   F scale, bias;
   INLINE Outputs of(const Weights& weights, int output) {
-    Outputs o{splat_i(0), splat(1.0f), splat(0.0f)};
-    if (weights.format == Format::int8) {
-      o.offset = load_i(weights.sum128 + output);
-      o.scale = load(weights.scale + output);
-    }
-    if (weights.bias) o.bias = load(weights.bias + output);
+    Outputs o;
+    if (integers) o.offset = load_i(weights.sum128 + output);
+    if (integers) o.scale = load(weights.scale + output);
+    if (biased) o.bias = load(weights.bias + output);
     return o;
+  }
+  // 16 raw accumulators of a row as floats.
+  INLINE F value(const Outputs& o, const int32_t* raw, const float* row_scale) {
+    F value = bits_f(load_i(raw));
+    if (integers) value = float_of(load_i(raw) - o.offset) * (splat(*row_scale) * o.scale);
+    return biased ? value + o.bias : value;
   }
 };
 
-// 16 raw accumulators as floats.
-INLINE F finished(const LinearTask& task, const Outputs& outputs, const int32_t* raw, int row) {
-  F value = bits_f(load_i(raw));
-  if (task.weights->format == Format::int8)
-    value = float_of(load_i(raw) - outputs.offset) * (splat(task.scale[row]) * outputs.scale);
-  return task.weights->bias ? value + outputs.bias : value;
-}
+// What becomes of the accumulators of a panel. Everything that holds for a whole product is known when this is
+// compiled: it runs between tiles, where nothing can be asked of every row, and keeps its constants in registers.
+template <class Outputs, Finish finish, bool apart>  // apart: stored past the caches, or as bfloat16 (SiLU)
+struct Finisher {
+  const Weights& weights;
+  const float* scale;
+  uint8_t* out;
+  size_t stride;
+  Outputs low{}, high{};
 
-// Rows first to last of a panel; `raw` are the accumulators of the first.
-INLINE void finish_rows(const LinearTask& task, const int32_t* raw, int first, int last, int panel) {
-  const Outputs low = Outputs::of(*task.weights, panel * kPanel), high = Outputs::of(*task.weights, panel * kPanel + 16);
-  for (int row = first; row < last; ++row, raw += kPanel) {
-    const F a = finished(task, low, raw, row), b = finished(task, high, raw + 16, row);
-    uint8_t* out = task.out + row * task.out_stride;
-    if (task.finish == Finish::silu_product) {
-      const F product = silu(a) * b;
-      if (task.out_bfloat16)
-        store_bf16(reinterpret_cast<uint16_t*>(out) + panel * 16, product);
-      else
-        store(reinterpret_cast<float*>(out) + panel * 16, product);
-      continue;
+  INLINE Finisher of(const LinearTask& task) { return {*task.weights, task.scale, task.out, task.out_stride}; }
+
+  INLINE void begin(Finisher& f, int panel) {
+    f.low = Outputs::of(f.weights, panel * kPanel);
+    f.high = Outputs::of(f.weights, panel * kPanel + 16);
+  }
+
+  // Rows first to last of a panel; `raw` are the accumulators of the first.
+  INLINE void rows(const Finisher& f, const int32_t* raw, int first, int last, int panel) {
+    for (int row = first; row < last; ++row, raw += kPanel) {
+      const F a = Outputs::value(f.low, raw, f.scale + row), b = Outputs::value(f.high, raw + 16, f.scale + row);
+      uint8_t* out = f.out + row * f.stride;
+      if constexpr (finish == Finish::silu_product && apart) {
+        store_bf16(reinterpret_cast<uint16_t*>(out) + panel * 16, silu(a) * b);
+      } else if constexpr (finish == Finish::silu_product) {
+        store(reinterpret_cast<float*>(out) + panel * 16, silu(a) * b);
+      } else {
+        float* to = reinterpret_cast<float*>(out) + panel * kPanel;
+        if constexpr (apart) {
+          stream(to, a);
+          stream(to + 16, b);
+        } else {
+          constexpr bool add = finish == Finish::add;
+          store(to, add ? load(to) + a : a);
+          store(to + 16, add ? load(to + 16) + b : b);
+        }
+      }
     }
-    float* to = reinterpret_cast<float*>(out) + panel * kPanel;
-    if (task.stream) {
-      stream(to, a);
-      stream(to + 16, b);
-      continue;
-    }
-    const bool add = task.finish == Finish::add;
-    store(to, add ? load(to) + a : a);
-    store(to + 16, add ? load(to + 16) + b : b);
+  }
+};
+
+// Calls `of` with the finisher of the task.
+template <bool integers, bool biased, class Of>
+INLINE void with_finisher(const LinearTask& task, const Of& of) {
+  using O = Outputs<integers, biased>;
+  switch (task.finish) {
+    case Finish::store:
+      return task.stream ? of(Finisher<O, Finish::store, true>::of(task)) : of(Finisher<O, Finish::store, false>::of(task));
+    case Finish::add: return of(Finisher<O, Finish::add, false>::of(task));
+    case Finish::silu_product:
+      return task.out_bfloat16 ? of(Finisher<O, Finish::silu_product, true>::of(task))
+                               : of(Finisher<O, Finish::silu_product, false>::of(task));
   }
 }
+template <bool integers, class Of>
+INLINE void with_finisher(const LinearTask& task, const Of& of) {
+  if (task.weights->bias) return with_finisher<integers, true>(task, of);
+  return with_finisher<integers, false>(task, of);
+}
 
-template <class Dot>
-static void linear_of(const LinearTask& task) {
+template <class Dot, class Finisher>
+static void linear_of(const LinearTask& task, Finisher finisher) {
   const Weights& weights = *task.weights;
   const int rows = task.last_row - task.first_row;
   // Tiles of equal height waste least: 13 rows are 7 and 6, not 12 and 1.
@@ -157,6 +191,7 @@ static void linear_of(const LinearTask& task) {
   alignas(64) int32_t raw[kTileRows * kPanel];
   for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
     const uint8_t* data = weights.data + static_cast<size_t>(panel) * weights.steps * kStepBytes;
+    Finisher::begin(finisher, panel);
     for (int t = 0; t < tiles; ++t) {
       const int first = task.first_row + rows * t / tiles;
       const int count = task.first_row + rows * (t + 1) / tiles - first;
@@ -165,9 +200,13 @@ static void linear_of(const LinearTask& task) {
         tile_of<Dot, true>(count, input, task.input_stride, data, weights.steps, raw);
       else
         tile_of<Dot, false>(count, input, task.input_stride, data, weights.steps, raw);
-      finish_rows(task, raw, first, first + count, panel);
+      Finisher::rows(finisher, raw, first, first + count, panel);
     }
   }
+}
+template <class Dot>
+static void linear_of(const LinearTask& task) {
+  with_finisher<Dot::integers>(task, [&](auto finisher) { linear_of<Dot>(task, finisher); });
 }
 
 }  // namespace turnstile::TURNSTILE_LEVEL

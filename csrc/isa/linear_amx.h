@@ -52,8 +52,8 @@ INLINE bool fits_tiles(const LinearTask& task) {
 // one block are finished between the tiles of the next, which use other units of the processor; how much
 // of it overlaps is in docs/performance.md. All blocks have one height, so that the tiles keep their shape;
 // the last block may begin with rows of the block before, which are then computed twice and finished once.
-template <class Tiles>
-static void linear_in_tiles(const LinearTask& task) {
+template <class Tiles, class Finisher>
+static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
   const Weights& weights = *task.weights;
   const int rows = task.last_row - task.first_row;
   if (rows == 0) return;
@@ -69,7 +69,7 @@ static void linear_in_tiles(const LinearTask& task) {
   struct { int panel, first, row, last; } before{0, 0, 0, 0};  // what is not yet finished of the block before
   const auto finish = [&](int count) {
     const int stop = before.row + count < before.last ? before.row + count : before.last;
-    finish_rows(task, raw[parity ^ 1] + (before.row - before.first) * kPanel, before.row, stop, before.panel);
+    Finisher::rows(finisher, raw[parity ^ 1] + (before.row - before.first) * kPanel, before.row, stop, before.panel);
     before.row = stop;
   };
   shape_tiles(height);
@@ -91,11 +91,16 @@ static void linear_in_tiles(const LinearTask& task) {
       else
         Tiles::template block<false>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
       before = {panel, first, begin, first + height};
+      if (block == 0) Finisher::begin(finisher, panel);
       parity ^= 1;
     }
   }
   finish(height);
   _tile_release();
+}
+template <class Tiles>
+static void linear_in_tiles(const LinearTask& task) {
+  with_finisher<Tiles::exact_in_any_order>(task, [&](auto finisher) { linear_in_tiles<Tiles>(task, finisher); });
 }
 
 }  // namespace turnstile::TURNSTILE_LEVEL
