@@ -250,7 +250,7 @@ class Crowd:
 
     def next_end(self, tenant: str, step: int) -> float | None:
         """Steps until one of a tenant's running samples should end; None if it has none."""
-        own = (_left(p, _done(p, step)) for p in self._running if p.work.tenant == tenant)
+        own = (_progress(p, step)[1] for p in self._running if p.work.tenant == tenant)
         return min(own, default=None)
 
     def ends(self, step: int, room: int, prefill_tokens: int) -> Ends:
@@ -265,8 +265,8 @@ class Crowd:
             behind: list[Place] = []
             outputs = context = 0.0
             for place in self._running:
-                work, done = place.work, _done(place, step)
-                left = _left(place, done)
+                work = place.work
+                done, left = _progress(place, step)
                 context += work.n * (work.prompt_tokens + done)
                 outputs += work.n * left
                 if place.first_step is None:
@@ -363,17 +363,19 @@ class Crowd:
 _NO_BACKLOGS: dict[int, Backlog] = {}
 
 
-def _done(place: Place, step: int) -> int:
-    """Outputs a running sample has drawn: one a step since its first."""
-    return 0 if place.first_step is None else max(0, step - place.first_step + 1)
-
-
-def _left(place: Place, done: int) -> float:
-    """Outputs a running sample that has drawn ``done`` is still to draw, at least 1."""
+def _progress(place: Place, step: int) -> tuple[int, float]:
+    """Outputs a running sample has drawn, one a step since its first, and those it is still to
+    draw, at least 1. Written without calls: everybody who runs is looked at for every newcomer.
+    """
+    first = place.first_step
+    done = 0 if first is None or step < first else step - first + 1
     left = place.expected - done
     if left < 1.0:  # it has outlived its forecast: the older, the more to come
         left = done / 3
-    return max(1.0, min(left, place.work.max_tokens - done))
+    most = place.work.max_tokens - done
+    if left > most:
+        left = most
+    return done, left if left > 1.0 else 1.0
 
 
 __all__ = ["Backlog", "Crowd", "Ends", "Keeper", "Place", "Work"]
