@@ -13,7 +13,7 @@ from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import Request, Sequence
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
-from turnstile.core.speculation import COLD_PRICE, Chances, PromptLookup, price
+from turnstile.core.speculation import COLD_PRICE, DRAFT_ROW, Chances, PromptLookup, price
 
 LENGTH = 3
 
@@ -127,8 +127,8 @@ def test_tokens_that_were_taken_back_and_drawn_again_are_nothing_new() -> None:
 def test_a_row_is_cheap_for_one_user_and_dear_in_a_crowd() -> None:
     cost = warm(alpha=0.006, beta=0.0002, delta=0.0002)
     alone, crowd = price(cost, 1, 200.0), price(cost, 100, 200.0)
-    assert alone == pytest.approx(0.0002 / 0.0064, rel=0.1)
-    assert crowd == pytest.approx(0.0002 * 100 / 0.046, rel=0.1)
+    assert alone == pytest.approx(DRAFT_ROW * 0.0002 / 0.0064, rel=0.1)
+    assert crowd == pytest.approx(DRAFT_ROW * 0.0002 * 100 / 0.046, rel=0.1)
 
 
 def test_before_any_step_a_row_costs_half_a_token() -> None:
@@ -153,7 +153,7 @@ def plan_of(sequence: Sequence) -> Plan:
 
 def test_who_is_wrong_again_and_again_stops_guessing_and_tries_again_later() -> None:
     drafter = PromptLookup(most=4, shortest=LENGTH)
-    cost = warm(alpha=0.01, beta=0.0003, delta=0.0001)  # a row costs 0.4 tokens to forty
+    cost = warm(alpha=0.01, beta=0.0002, delta=0.0002)  # a row costs 0.46 tokens to forty
     crowd = [decoding([1, 2, 3, 4, 5, 1, 2, 3]) for _ in range(40)]
     for sequence in crowd:
         drafter.follow(sequence)

@@ -25,6 +25,11 @@ from turnstile.core.request import Sequence
 
 COLD_PRICE = 0.5
 """The price of a row while no step has been measured, in tokens."""
+DRAFT_ROW = 1.5
+"""What a row of a draft costs, in tokens of a prompt: it has logits to compute and to look through
+as well. Of 1, 1.5 and 1 with the cost of a sequence added, this one was the quickest on prompts of
+W1 and of W3 (docs/speculation.md).
+"""
 
 
 @dataclass(slots=True)
@@ -210,4 +215,6 @@ def price(cost: CostModel, batch: int, context: float) -> float:
     if not cost.warm:
         return COLD_PRICE
     seconds = cost.predict(StepCost.decoding(batch, context))
-    return min(1.0, cost.coefficients.beta * batch / seconds) if seconds > 0 else COLD_PRICE
+    if not seconds > 0:
+        return COLD_PRICE
+    return min(1.0, DRAFT_ROW * cost.coefficients.beta * batch / seconds)
