@@ -153,7 +153,7 @@ def plan_of(sequence: Sequence) -> Plan:
 
 def test_who_is_wrong_again_and_again_stops_guessing_and_tries_again_later() -> None:
     drafter = PromptLookup(most=4, shortest=LENGTH)
-    cost = warm(alpha=0.01, beta=0.0002, delta=0.0002)  # a row costs 0.46 tokens to forty
+    cost = warm(alpha=0.01, beta=0.0001, delta=0.0002)  # a row costs 0.36 tokens to forty
     crowd = [decoding([1, 2, 3, 4, 5, 1, 2, 3]) for _ in range(40)]
     for sequence in crowd:
         drafter.follow(sequence)

@@ -25,10 +25,10 @@ from turnstile.core.request import Sequence
 
 COLD_PRICE = 0.5
 """The price of a row while no step has been measured, in tokens."""
-DRAFT_ROW = 1.5
+DRAFT_ROW = 2.0
 """What a row of a draft costs, in tokens of a prompt: it has logits to compute and to look through
-as well. Of 1, 1.5 and 1 with the cost of a sequence added, this one was the quickest on prompts of
-W1 and of W3 (docs/speculation.md).
+as well, and what it yields comes in rows that are told apart. With 1.5 the crowd of W3 lost 7 % of
+its tokens a second to guesses, with 3 it had hardly any (docs/speculation.md).
 """
 
 
