@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import random
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from tiny_models import make_tiny_llama
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.speculation import SpeculativeConfig, drafter_of, speculation_of
 from turnstile.kernels import native
+from turnstile.kernels.base import FlatBatch, FloatArray, Opaque
+from turnstile.models.decoder import Decoder
 
 NATIVE = native.available()[0]
 BACKENDS = [("reference", "float32"), *([("native", "int8")] if NATIVE else [])]
@@ -88,6 +92,35 @@ def test_every_row_says_how_many_drafts_it_verified(model: Path) -> None:
     assert remembering
     assert not any(row.drafted for row in remembering)
     assert drafted
+
+
+def test_bad_logits_behind_a_wrong_guess_fail_nobody(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor are they looked at: without the guess they would not have been computed."""
+    plain, _ = answers(1, model=model)
+    forward, spoiled = Decoder.forward, 0
+
+    def spoil(decoder: Decoder, batch: FlatBatch, kv: Opaque) -> FloatArray:
+        nonlocal spoiled
+        logits = forward(decoder, batch, kv)
+        likeliest = logits.argmax(axis=1)
+        wrong = False
+        for row, (before, at) in enumerate(itertools.pairwise(batch.logit_rows), 1):
+            follows = at == before + 1 and batch.sequence_of[at] == batch.sequence_of[before]
+            wrong = follows and (wrong or batch.ids[at] != likeliest[row - 1])
+            if wrong:
+                logits[row] = math.nan
+                spoiled += 1
+        return logits
+
+    monkeypatch.setattr(Decoder, "forward", spoil)
+    engine = Engine(model, spec_method="ngram")
+    for number, prompt in enumerate([LOOP * 6, LOOP[:4] * 9]):
+        engine.submit(f"p{number}-greedy", prompt, max_tokens=TOKENS)
+    for name, answer in engine.run().items():
+        assert answer == plain[name]
+    assert spoiled
 
 
 @pytest.mark.parametrize(

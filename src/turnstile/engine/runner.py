@@ -105,13 +105,13 @@ class Runner:
     ) -> ChunkResult:
         """What came of a chunk whose logits end before row ``end``, and whose draws are next."""
         draws = list(islice(drawn, chunk.samples))
+        if chunk.drafts:  # what came of a wrong guess, be it an error, is nobody's
+            draws = draws[: accepted(chunk.drafts, [draw.token for draw in draws])]
         for draw in draws:
             if draw.error is not None:
                 return ChunkResult(error=draw.error)
         tokens = [draw.token for draw in draws]
-        if chunk.drafts:
-            tokens = tokens[: accepted(chunk.drafts, tokens)]
-        logprobs = [d.logprobs for d in draws[: len(tokens)] if d.logprobs is not None]
+        logprobs = [draw.logprobs for draw in draws if draw.logprobs is not None]
         scored = None
         if chunk.score:
             scored = self._score(chunk, logits[end - num_logit_rows(chunk) : end])
