@@ -27,7 +27,7 @@ COLD_PRICE = 0.5
 """The price of a row while no step has been measured, in tokens."""
 DRAFT_ROW = 2.0
 """What a row of a draft costs, in tokens of a prompt: it has logits to compute and to look through
-as well, and what it yields comes in rows that are told apart. With 1.5 the crowd of W3 lost 7 % of
+as well, and what it yields comes in rows that are told apart. With 1.5 the crowd of W3 lost 8 % of
 its tokens a second to guesses, with 3 it had hardly any (docs/speculation.md).
 """
 

@@ -124,7 +124,7 @@ class StepLoop:
             self._mend()
             return
         try:
-            self.executor.add(sequence, command.params, command.seed)
+            self._let_draw(sequence, command.params, command.seed)
         except Exception as error:
             # Most often a grammar that does not compile. What nobody foresaw, out of a grammar
             # library say, must not end the other requests either.
@@ -133,8 +133,6 @@ class StepLoop:
             self._refuse(command, message)
             return
         self._drawing[command.request_id] = (command.params, command.seed)
-        if self.drafter is not None and command.params.forgetful:
-            self.drafter.follow(sequence)
         if command.number is not None:
             self._numbers[command.request_id] = command.number - command.sample_index
 
@@ -163,6 +161,12 @@ class StepLoop:
             served=command.served,
             now=self._clock(),
         )
+
+    def _let_draw(self, sequence: Sequence, params: SamplingParams, seed: int) -> None:
+        """Tell those who draw, and who guesses, of a sequence that has come to be."""
+        self.executor.add(sequence, params, seed)
+        if self.drafter is not None and params.forgetful:
+            self.drafter.follow(sequence)
 
     def _refuse(self, command: Submit, message: str) -> None:
         first = len(command.outputs)
@@ -397,10 +401,7 @@ class StepLoop:
             self._forget(sequence)
         elif progress.sample:
             # A sibling that came to be in this step.
-            params, seed = self._drawing[sequence.request.id]
-            self.executor.add(sequence, params, seed)
-            if self.drafter is not None and params.forgetful:
-                self.drafter.follow(sequence)
+            self._let_draw(sequence, *self._drawing[sequence.request.id])
 
 
 def _not_set_up(command: Submit, error: Exception) -> str:
