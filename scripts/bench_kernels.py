@@ -125,12 +125,16 @@ def fill(decoder: Decoder, batch: FlatBatch, kv: Opaque) -> None:
 
 
 def product_operations(config: ModelConfig, batch: FlatBatch) -> float:
-    """Two for each multiply-add of all matrix products."""
+    """Two for each multiply-add of all matrix products. Of the last layer, rows without logits
+    need K and V alone.
+    """
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layer = config.hidden_size * (2 * q + 2 * kv + 3 * config.intermediate_size)
     head = config.hidden_size * config.vocab_size
-    rows = len(batch.logit_rows)
-    return 2.0 * (batch.num_tokens * layer * config.num_layers + rows * head)
+    rows, others = len(batch.logit_rows), batch.num_tokens - len(batch.logit_rows)
+    spared = layer - config.hidden_size * (q + 2 * kv)
+    whole = batch.num_tokens * layer * config.num_layers
+    return 2.0 * (whole - others * spared + rows * head)
 
 
 def measure(decoder: Decoder, shape: Shape, repeat: int) -> tuple[float, dict[str, float], float]:

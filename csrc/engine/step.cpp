@@ -28,10 +28,26 @@ uint32_t blocks_of(int rows) { return static_cast<uint32_t>((rows + kRowBlock - 
 
 }  // namespace
 
+void Step::Rows::clear(int tokens) {
+  count = 0;
+  place.assign(tokens, -1);
+  chunks.clear();
+}
+
+void Step::Rows::add(int sequence, int token) {
+  const bool follows = !chunks.empty() && chunks.back().sequence == sequence &&
+                       chunks.back().token + chunks.back().count == token;
+  if (!follows || chunks.back().count == kChunk) chunks.push_back({sequence, token, 0});
+  ++chunks.back().count;
+  place[token] = count++;
+}
+
 void Step::begin(const Batch& batch) {
   program_.clear();
   writes_.clear();
-  chunks_.clear();
+  all_.clear(batch.tokens);
+  wanted_.clear(batch.tokens);
+  recording_ = &all_;
   batch_ = batch;
   checked_ = nullptr;
   for (int s = 0; s < batch.sequences; ++s) {
@@ -46,14 +62,14 @@ void Step::begin(const Batch& batch) {
       if (batch.positions[token] != position)
         throw std::invalid_argument("the positions of a sequence must end at its context length");
       if (token == first || position % kTokens == 0) writes_.push_back({s, token, 0});
-      if ((token - first) % kChunk == 0) chunks_.push_back({s, token, 0});
       ++writes_.back().count;
-      ++chunks_.back().count;
+      all_.add(s, token);
+      if (wanted_.count < batch.rows && batch.logit_rows[wanted_.count] == token) wanted_.add(s, token);
     }
   }
-  for (int r = 0; r < batch.rows; ++r)
-    if (batch.logit_rows[r] < 0 || batch.logit_rows[r] >= batch.tokens)
-      throw std::invalid_argument("a logit row lies outside the batch");
+  if (all_.count != batch.tokens) throw std::invalid_argument("a token belongs to no sequence of the batch");
+  if (wanted_.count != batch.rows)
+    throw std::invalid_argument("a logit row lies outside the batch, or the rows do not ascend");
   shared_.find(batch_);
 }
 
@@ -61,7 +77,7 @@ void Step::record_embed(const Embedding& embedding) {
   for (int t = 0; t < batch_.tokens; ++t)
     if (batch_.ids[t] < 0 || batch_.ids[t] >= embedding.vocabulary)
       throw std::invalid_argument("token id " + std::to_string(batch_.ids[t]) + " is outside the vocabulary");
-  program_.push_back({Operation::embed, &embedding, nullptr, nullptr, 0});
+  program_.push_back({Operation::embed, &embedding, nullptr, nullptr, 0, &all_});
 }
 
 void Step::record(Operation operation, const Layer& layer, const Pool* pool, int index) {
@@ -75,8 +91,10 @@ void Step::record(Operation operation, const Layer& layer, const Pool* pool, int
       checked_ = pool;
       checked_window_ = layer.attention.window;
     }
+    // A layer before this one hands on K and V of every token; this one to nobody but the head.
+    if (index == shape.layers - 1 && wanted_.count < all_.count) recording_ = &wanted_;
   }
-  program_.push_back({operation, nullptr, &layer, pool, index});
+  program_.push_back({operation, nullptr, &layer, pool, index, recording_});
 }
 
 void Step::check_pages(const Pool& pool, int window) const {
@@ -117,7 +135,8 @@ void Step::reserve(const Head& head) {
     }
   }
   hidden_stride_ = 4 * hidden;
-  grow(hidden_, rows * hidden_stride_);
+  grow(all_.hidden, rows * hidden_stride_);
+  if (recording_ == &wanted_) grow(wanted_.hidden, wanted_.count * hidden_stride_);
   grow(activations_, rows * input);
   grow(scales_, rows * 4);
   grow(qkv_, rows * qkv);
@@ -142,19 +161,20 @@ void Step::run(const Head& last) {
   stopwatch_.start();
   team_.run(phases, [&](Member& member) {
     for (const Recorded& recorded : program_) execute(member, recorded);
-    head(member, last);
+    head(member, last, *recording_);
   });
   program_.clear();
 }
 
 void Step::execute(Member& member, const Recorded& recorded) {
+  const Rows& rows = *recorded.rows;
   switch (recorded.operation) {
     case Operation::embed: return embed(member, *recorded.embedding);
-    case Operation::attention_input: return attention_input(member, *recorded.layer, *recorded.pool, recorded.index);
-    case Operation::attend: return attend(member, *recorded.layer, *recorded.pool, recorded.index);
-    case Operation::attention_output: return attention_output(member, *recorded.layer);
-    case Operation::mlp_input: return mlp_input(member, *recorded.layer);
-    case Operation::mlp_output: return mlp_output(member, *recorded.layer);
+    case Operation::attention_input: return attention_input(member, *recorded.layer, *recorded.pool, recorded.index, rows);
+    case Operation::attend: return attend(member, *recorded.layer, *recorded.pool, recorded.index, rows);
+    case Operation::attention_output: return attention_output(member, *recorded.layer, rows);
+    case Operation::mlp_input: return mlp_input(member, *recorded.layer, rows);
+    case Operation::mlp_output: return mlp_output(member, *recorded.layer, rows);
     case Operation::head: return;
   }
 }
@@ -163,7 +183,7 @@ void Step::embed(Member& member, const Embedding& embedding) {
   member.share(blocks_of(batch_.tokens), [&](uint32_t block) {
     const int last = std::min<int>(batch_.tokens, (block + 1) * kRowBlock);
     for (int token = block * kRowBlock; token < last; ++token) {
-      auto* to = reinterpret_cast<float*>(hidden_.data() + token * hidden_stride_);
+      auto* to = reinterpret_cast<float*>(all_.hidden.data() + token * hidden_stride_);
       const size_t at = static_cast<size_t>(batch_.ids[token]) * embedding.width;
       if (embedding.bfloat16) {
         const auto* from = static_cast<const uint16_t*>(embedding.table) + at;
@@ -217,19 +237,20 @@ Step::Activations Step::input_of(Member& member, const Linear& linear, const Buf
   return {task.out, task.scale};
 }
 
-void Step::attention_input(Member& member, const Layer& layer, const Pool& pool, int index) {
+// Every token's; `next` are those whose queries and hidden state the following operations take.
+void Step::attention_input(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& next) {
   const int rows = batch_.tokens;
-  const Activations input = input_of(member, layer.qkv, hidden_, hidden_stride_, layer.hidden, rows,
+  const Activations input = input_of(member, layer.qkv, all_.hidden, hidden_stride_, layer.hidden, rows,
                                      layer.input_norm.data(), layer.eps);
   stopwatch_.lap(member, Lap::qkv_input);
   multiply(member, kernels_, layer.qkv, input.rows, input.scale, rows,
            {Finish::store, qkv_.data(), 4 * static_cast<size_t>(layer.qkv.padded_outputs())});
   stopwatch_.lap(member, Lap::qkv);
-  rotate_and_write(member, layer, pool, index);
+  rotate_and_write(member, layer, pool, index, next);
   stopwatch_.lap(member, Lap::write);
 }
 
-void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index) {
+void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& next) {
   const Attention& shape = layer.attention;
   const int d = shape.head_dim;
   const int per_page = batch_.page_size / kTokens;
@@ -243,7 +264,13 @@ void Step::rotate_and_write(Member& member, const Layer& layer, const Pool& pool
       const float* v = k + shape.kv_heads * d;
       HeadTask turn{q, layer.q_norm.empty() ? nullptr : layer.q_norm.data(), layer.rope->cosine(position),
                     layer.rope->sine(position), d, shape.norm_width, layer.eps};
-      for (int head = 0; head < shape.heads; ++head, turn.values += d) kernels_.head(turn);
+      if (const int place = next.place[token]; place >= 0) {
+        for (int head = 0; head < shape.heads; ++head, turn.values += d) kernels_.head(turn);
+        if (&next != &all_)
+          std::memcpy(next.hidden.data() + place * hidden_stride_, all_.hidden.data() + token * hidden_stride_,
+                      hidden_stride_);
+      }
+      turn.values = k;
       turn.norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
       for (int head = 0; head < shape.kv_heads; ++head, turn.values += d) kernels_.head(turn);
       const int block = position / kTokens;
@@ -266,19 +293,19 @@ void Step::expect_write(const Layer& layer, const Pool& pool, int index, const R
 }
 
 // First the beginnings that sequences share, each once for all of them; then what is a chunk's own.
-void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index) {
+void Step::attend(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& rows) {
   Private& mine = private_[member.index()];
   if (!layer.attention.window) {
     for (int level = 0; level < SharedRuns::kLevels && shared_.any(level); ++level) {
       const std::vector<SharedPiece>& pieces = shared_.pieces(level);
       member.share(static_cast<uint32_t>(pieces.size()), [&](uint32_t item) {
-        attend_shared(layer, pool, index, pieces[item], item + 1 < pieces.size() ? &pieces[item + 1] : nullptr, mine);
+        attend_shared(layer, pool, index, rows, pieces[item], item + 1 < pieces.size() ? &pieces[item + 1] : nullptr, mine);
       });
     }
   }
   mine.fetched = -1;
-  const auto items = static_cast<uint32_t>(chunks_.size()) * layer.attention.kv_heads;
-  member.share(items, [&](uint32_t item) { attend_chunk(layer, pool, index, static_cast<int>(item), mine); });
+  const auto items = static_cast<uint32_t>(rows.chunks.size()) * layer.attention.kv_heads;
+  member.share(items, [&](uint32_t item) { attend_chunk(layer, pool, index, rows, static_cast<int>(item), mine); });
   stopwatch_.lap(member, Lap::attend);
 }
 
@@ -311,13 +338,13 @@ AttendTask Step::attend_task(const Layer& layer, const Pool& pool, Private& mine
   return task;
 }
 
-AttendRow Step::attend_row(const Layer& layer, int token, int head) {
+AttendRow Step::attend_row(const Layer& layer, const Rows& rows, int token, int head) {
   const Attention& shape = layer.attention;
   const int first_head = head * (shape.heads / shape.kv_heads);
   const size_t value = format_ == Format::bfloat16 ? 2 : 4;
-  const size_t row = token;
+  const size_t row = rows.place[token];
   AttendRow out{};
-  out.queries = qkv_.as<float>() + row * layer.qkv.padded_outputs() + first_head * shape.head_dim;
+  out.queries = qkv_.as<float>() + static_cast<size_t>(token) * layer.qkv.padded_outputs() + first_head * shape.head_dim;
   out.out = attended_.data() + (row * layer.o.inputs() + first_head * shape.head_dim) * value;
   if (const int state = shared_.state_of(token); state >= 0)
     out.state = states_.as<float>() +
@@ -327,9 +354,14 @@ AttendRow Step::attend_row(const Layer& layer, int token, int head) {
   return out;
 }
 
-void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const SharedPiece& piece,
+void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const Rows& rows, const SharedPiece& piece,
                          const SharedPiece* next, Private& mine) {
   const SharedRun& run = shared_.run(piece.run);
+  mine.attended.clear();
+  for (int i = piece.first; i < piece.last; ++i)
+    if (const int token = shared_.token(i); rows.place[token] >= 0)
+      mine.attended.push_back(attend_row(layer, rows, token, piece.head));
+  if (mine.attended.empty()) return;
   AttendTask task = attend_task(layer, pool, mine);
   mine.blocks.assign(run.first_block, nullptr);
   find_blocks(pool, index, run.sequence, piece.head, run.first_block, run.end_block, mine.blocks);
@@ -338,9 +370,6 @@ void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const 
     find_blocks(pool, index, other.sequence, next->head, other.first_block,
                 std::min(other.end_block, other.first_block + kAhead), mine.blocks);
   }
-  mine.attended.clear();
-  for (int i = piece.first; i < piece.last; ++i)
-    mine.attended.push_back(attend_row(layer, shared_.token(i), piece.head));
   task.begin = run.first_block;
   task.end = run.end_block;
   task.resume = run.first_block > 0;
@@ -349,9 +378,9 @@ void Step::attend_shared(const Layer& layer, const Pool& pool, int index, const 
 }
 
 // Item: a KV head of a chunk, the heads of a chunk one after the other.
-void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, int item, Private& mine) {
-  const int heads = layer.attention.kv_heads, items = static_cast<int>(chunks_.size()) * heads;
-  const Run& chunk = chunks_[item / heads];
+void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, const Rows& rows, int item, Private& mine) {
+  const int heads = layer.attention.kv_heads, items = static_cast<int>(rows.chunks.size()) * heads;
+  const Run& chunk = rows.chunks[item / heads];
   AttendTask task = attend_task(layer, pool, mine);
   task.begin = first_block(layer.attention, chunk);
   task.end = end_block(chunk);
@@ -362,13 +391,13 @@ void Step::attend_chunk(const Layer& layer, const Pool& pool, int index, int ite
   find_blocks(pool, index, chunk.sequence, item % heads, task.begin, task.end, mine.blocks);
   const int wanted = task.end + kAhead;
   for (int next = item + 1, have; next < items && (have = static_cast<int>(mine.blocks.size())) < wanted; ++next) {
-    const Run& other = chunks_[next / heads];
+    const Run& other = rows.chunks[next / heads];
     const int first = first_block(layer.attention, other);
     find_blocks(pool, index, other.sequence, next % heads, first, std::min(end_block(other), first + wanted - have),
                 mine.blocks);
   }
   mine.attended.clear();
-  for (int i = 0; i < chunk.count; ++i) mine.attended.push_back(attend_row(layer, chunk.token + i, item % heads));
+  for (int i = 0; i < chunk.count; ++i) mine.attended.push_back(attend_row(layer, rows, chunk.token + i, item % heads));
   attend_rows(task, mine);
 }
 
@@ -380,42 +409,41 @@ void Step::attend_rows(AttendTask& task, const Private& mine) const {
   kernels_.attend(task);
 }
 
-void Step::attention_output(Member& member, const Layer& layer) {
+void Step::attention_output(Member& member, const Layer& layer, const Rows& rows) {
   const int width = layer.o.inputs();
   Activations input{attended_.data(), nullptr};
   if (format_ == Format::int8)
-    input = input_of(member, layer.o, attended_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+    input = input_of(member, layer.o, attended_, 4 * static_cast<size_t>(width), width, rows.count, nullptr, 0);
   stopwatch_.lap(member, Lap::o_input);
-  multiply(member, kernels_, layer.o, input.rows, input.scale, batch_.tokens,
-           {Finish::add, hidden_.data(), hidden_stride_});
+  multiply(member, kernels_, layer.o, input.rows, input.scale, rows.count,
+           {Finish::add, rows.hidden.data(), hidden_stride_});
   stopwatch_.lap(member, Lap::o);
 }
 
-void Step::mlp_input(Member& member, const Layer& layer) {
-  const Activations input = input_of(member, layer.gate_up, hidden_, hidden_stride_, layer.hidden,
-                                     batch_.tokens, layer.output_norm.data(), layer.eps);
+void Step::mlp_input(Member& member, const Layer& layer, const Rows& rows) {
+  const Activations input = input_of(member, layer.gate_up, rows.hidden, hidden_stride_, layer.hidden,
+                                     rows.count, layer.output_norm.data(), layer.eps);
   stopwatch_.lap(member, Lap::mlp_input);
   const bool narrow = format_ == Format::bfloat16;
-  multiply(member, kernels_, layer.gate_up, input.rows, input.scale, batch_.tokens,
+  multiply(member, kernels_, layer.gate_up, input.rows, input.scale, rows.count,
            {Finish::silu_product, product_.data(), (narrow ? 2 : 4) * static_cast<size_t>(layer.down.inputs()), narrow});
   stopwatch_.lap(member, Lap::gate_up);
 }
 
-void Step::mlp_output(Member& member, const Layer& layer) {
+void Step::mlp_output(Member& member, const Layer& layer, const Rows& rows) {
   const int width = layer.down.inputs();
   Activations input{product_.data(), nullptr};
   if (format_ == Format::int8)
-    input = input_of(member, layer.down, product_, 4 * static_cast<size_t>(width), width, batch_.tokens, nullptr, 0);
+    input = input_of(member, layer.down, product_, 4 * static_cast<size_t>(width), width, rows.count, nullptr, 0);
   stopwatch_.lap(member, Lap::down_input);
-  multiply(member, kernels_, layer.down, input.rows, input.scale, batch_.tokens,
-           {Finish::add, hidden_.data(), hidden_stride_});
+  multiply(member, kernels_, layer.down, input.rows, input.scale, rows.count,
+           {Finish::add, rows.hidden.data(), hidden_stride_});
   stopwatch_.lap(member, Lap::down);
 }
 
-void Step::head(Member& member, const Head& head) {
-  if (batch_.rows == 0) return;
-  const Activations input = input_of(member, head.projection, hidden_, hidden_stride_, head.hidden,
-                                     batch_.rows, head.norm.data(), head.eps, batch_.logit_rows);
+void Step::head(Member& member, const Head& head, const Rows& rows) {
+  const Activations input = input_of(member, head.projection, rows.hidden, hidden_stride_, head.hidden, batch_.rows,
+                                     head.norm.data(), head.eps, &rows == &all_ ? batch_.logit_rows : nullptr);
   stopwatch_.lap(member, Lap::head_input);
   const size_t stride = 4 * static_cast<size_t>(logits_stride_);
   multiply(member, kernels_, head.projection, input.rows, input.scale, batch_.rows,

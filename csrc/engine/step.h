@@ -56,14 +56,23 @@ class Step {
   const double* laps() const { return stopwatch_.seconds; }
 
  private:
+  struct Run { int sequence, token, count; };  // consecutive tokens of a sequence
+  struct Rows {  // tokens that go through operations together
+    void clear(int tokens);
+    void add(int sequence, int token);  // ascending
+    int count = 0;
+    std::vector<int> place;   // of a token among the rows, or -1
+    std::vector<Run> chunks;  // what of them is attended together
+    Buffer hidden;
+  };
   struct Recorded {
     Operation operation;
     const Embedding* embedding;
     const Layer* layer;
     const Pool* pool;
     int index;
+    const Rows* rows;
   };
-  struct Run { int sequence, token, count; };  // consecutive tokens of a sequence
   struct Activations { const uint8_t* rows; const float* scale; };
   struct Private {  // of one member
     Buffer floats, attend, rows, scale;
@@ -76,24 +85,24 @@ class Step {
   void reserve(const Head& head);
   void execute(Member& member, const Recorded& recorded);
   void embed(Member& member, const Embedding& embedding);
-  void attention_input(Member& member, const Layer& layer, const Pool& pool, int index);
-  void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index);
+  void attention_input(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& next);
+  void rotate_and_write(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& next);
   void expect_write(const Layer& layer, const Pool& pool, int index, const Run& run) const;
-  void attend(Member& member, const Layer& layer, const Pool& pool, int index);
-  void attend_shared(const Layer& layer, const Pool& pool, int index, const SharedPiece& piece, const SharedPiece* next,
-                     Private& mine);
-  void attend_chunk(const Layer& layer, const Pool& pool, int index, int item, Private& mine);
+  void attend(Member& member, const Layer& layer, const Pool& pool, int index, const Rows& rows);
+  void attend_shared(const Layer& layer, const Pool& pool, int index, const Rows& rows, const SharedPiece& piece,
+                     const SharedPiece* next, Private& mine);
+  void attend_chunk(const Layer& layer, const Pool& pool, int index, const Rows& rows, int item, Private& mine);
   void attend_rows(AttendTask& task, const Private& mine) const;
   void find_blocks(const Pool& pool, int index, int sequence, int head, int first, int last,
                    std::vector<const uint8_t*>& blocks) const;
   int first_block(const Attention& shape, const Run& chunk) const;
   int end_block(const Run& chunk) const;
   AttendTask attend_task(const Layer& layer, const Pool& pool, Private& mine) const;
-  AttendRow attend_row(const Layer& layer, int token, int head);
-  void attention_output(Member& member, const Layer& layer);
-  void mlp_input(Member& member, const Layer& layer);
-  void mlp_output(Member& member, const Layer& layer);
-  void head(Member& member, const Head& head);
+  AttendRow attend_row(const Layer& layer, const Rows& rows, int token, int head);
+  void attention_output(Member& member, const Layer& layer, const Rows& rows);
+  void mlp_input(Member& member, const Layer& layer, const Rows& rows);
+  void mlp_output(Member& member, const Layer& layer, const Rows& rows);
+  void head(Member& member, const Head& head, const Rows& rows);
   // `rows` rows normed (if `norm`) and stored as `linear` wants its input; `gather` picks rows.
   Activations input_of(Member& member, const Linear& linear, const Buffer& from, size_t stride, int width, int rows,
                        const float* norm, float eps, const int32_t* gather = nullptr);
@@ -104,9 +113,11 @@ class Step {
   Batch batch_{};
   std::vector<Recorded> program_;
   std::vector<Run> writes_;  // tokens that share a KV block
-  std::vector<Run> chunks_;  // tokens attended together
+  Rows all_;                 // every token
+  Rows wanted_;              // those whose logits are wanted: of the last layer the others need K and V alone
+  const Rows* recording_ = &all_;
   SharedRuns shared_;        // beginnings attended once for many sequences
-  Buffer hidden_, activations_, scales_, qkv_, states_, attended_, product_, logits_;
+  Buffer activations_, scales_, qkv_, states_, attended_, product_, logits_;
   size_t hidden_stride_ = 0;
   int64_t logits_stride_ = 0;
   std::vector<Private> private_;

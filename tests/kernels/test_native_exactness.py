@@ -128,6 +128,29 @@ def test_what_nobody_wrote_is_never_read(decoder: Decoder) -> None:
     assert torch.equal(poisoned.run("me", PROMPT, 20), clean)
 
 
+def test_rows_without_logits_do_not_show_in_those_with(decoder: Decoder) -> None:
+    """Of the last layer they get K and V alone: what is asked for later still has its bits."""
+    alone = Stepper(decoder).run("me", PROMPT)
+    stepper = Stepper(decoder)
+    batch = stepper.batch({"other": PROMPT[:40], "me": PROMPT[:100], "third": [5]}, every=True)
+    batch.logit_rows = np.array([3, 39, 40, 57, 58, 59, 120, 139], np.int32)
+    got = torch.from_numpy(decoder.forward(batch, stepper.kv).copy())
+    assert torch.equal(got, alone[[3, 39, 0, 17, 18, 19, 80, 99]])
+    unheard = stepper.batch({"me": PROMPT[100:140]}, every=True)
+    unheard.logit_rows = unheard.logit_rows[:0]
+    assert decoder.forward(unheard, stepper.kv).shape == (0, 333)
+    assert torch.equal(stepper.step({"me": PROMPT[140:]})["me"], alone[140:])
+
+
+@pytest.mark.parametrize("rows", [[3, 2], [2, 2], [-1], [20]], ids=str)
+def test_logit_rows_must_ascend_inside_the_batch(whole: Path, rows: list[int]) -> None:
+    stepper = Stepper(load(whole, ("int8", "int8")))
+    batch = stepper.batch({"me": PROMPT[:20]}, every=True)
+    batch.logit_rows = np.array(rows, np.int32)
+    with pytest.raises(ValueError, match="logit row"):
+        stepper.decoder.forward(batch, stepper.kv)
+
+
 def test_a_copied_page_continues_as_the_original(decoder: Decoder) -> None:
     stepper = Stepper(decoder)
     stepper.run("me", PROMPT[:41])

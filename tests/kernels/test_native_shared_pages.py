@@ -112,6 +112,19 @@ def test_behind_one_prefix_everybody_gets_what_they_get_alone(decoder: Decoder) 
         assert_same(got[name], alone(decoder, PREFIX, name, 3))
 
 
+def test_behind_one_prefix_rows_without_logits_do_not_show(decoder: Decoder) -> None:
+    stepper = Sharing(decoder, num_pages=256)
+    stepper.run("first", PREFIX)
+    names = [f"user {i}" for i in range(6)]
+    for name in names:
+        stepper.begin_as(name, "first", 272)
+    batch = stepper.batch({name: own(name, 8)[:7] for name in names}, every=False)
+    batch.logit_rows = batch.logit_rows[1:]  # the first user's prompt goes on
+    got = torch.from_numpy(decoder.forward(batch, stepper.kv).copy())
+    for row, name in enumerate(names[1:]):
+        assert_same(got[row : row + 1], alone(decoder, PREFIX, name, 2)[6:7])
+
+
 def test_different_lengths_of_shared_runs(decoder: Decoder) -> None:
     """One page, just under and over a span, some spans; and branches that part later."""
     stepper = Sharing(decoder, num_pages=256)

@@ -17,6 +17,9 @@ The life of one step::
         backend.mlp_output(layer, workspace)                   hidden += down(...)
     logits = backend.head(weights.head, workspace)             only for batch.logit_rows
 
+Of the last layer, the one with the last index of the pool, other rows need K and V alone: from
+``attend`` on it is computed for ``batch.logit_rows`` only.
+
 Exactness (DESIGN, "Exactness"): with ``exact`` true, every row of the result depends on that
 row's own tokens alone, bit for bit: not on the batch around it, on its place in the batch, on how
 its prompt was cut into chunks, or on the number of threads.

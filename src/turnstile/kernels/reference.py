@@ -262,7 +262,9 @@ class ReferenceBackend(Backend):
         self._write_kv(pool, index, row_math.rotate(k, cos, sin), v, step)
 
     def attend(self, layer: Opaque, workspace: Opaque, kv: Opaque, index: int) -> None:
-        """Attention over the pages; see ``paged_attention``."""
+        """Attention over the pages; see ``paged_attention``. After the last layer's only rows
+        whose logits are wanted are left.
+        """
         weights, step, pool = cast(_Layer, layer), cast(_Workspace, workspace), cast(_Pool, kv)
         shape = weights.attention
         if shape not in step.plans:
@@ -271,6 +273,9 @@ class ReferenceBackend(Backend):
         step.attended = torch.zeros_like(step.q).flatten(1)
         result = attend(q, pool.layers[index], step.plans[shape], shape)
         step.attended[: step.num_tokens] = result.flatten(1)
+        if index == len(pool.layers) - 1:  # from here on nobody needs the other rows
+            step.hidden = step.hidden[step.logit_rows]
+            step.attended = step.attended[step.logit_rows]
 
     def attention_output(self, layer: Opaque, workspace: Opaque) -> None:
         """Hidden += o(attended)."""
@@ -292,8 +297,7 @@ class ReferenceBackend(Backend):
     def head(self, head: Opaque, workspace: Opaque) -> FloatArray:
         """Logits of the chosen rows: on a CPU a view of scratch that the next step overwrites."""
         weights, step = cast(_Head, head), cast(_Workspace, workspace)
-        chosen = step.hidden[step.logit_rows]
-        normed = row_math.rms_norm(chosen, weights.norm, weights.eps)
+        normed = row_math.rms_norm(step.hidden, weights.norm, weights.eps)
         logits = self._product(normed, weights.projection)[: len(step.batch.logit_rows)]
         return cast(FloatArray, logits.cpu().numpy())
 
