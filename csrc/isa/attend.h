@@ -47,7 +47,10 @@ static void span_in_vectors(const Scratch& s, const Span& span, int line, Seen s
   for (; block < seen.to(); ++block) scores.template operator()<1>(block);
   span.ahead.during(Work::kScales);
   const typename Cache::Weigher weigher(span, seen, s.head_dim);
-  for (int i = 0; i < lines; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
+  for (int i = 0; i < lines; ++i) {
+    s.top[line + i] = highest(top[i]) * s.factor[line + i];
+    s.sum[line + i] = sum(weigh<Cache>(s, span, line + i, i, seen, weigher));
+  }
   span.ahead.during(Work::kMerge);
   merge_states(s, line, lines);
   int dim = 0;
@@ -58,9 +61,7 @@ static void span_in_vectors(const Scratch& s, const Span& span, int line, Seen s
 
 template <class Cache>
 struct InVectors {
-  INLINE void enter() {}
-  INLINE void leave() {}
-  INLINE void attend(const Scratch& s, const Span& span, int lines) {
+  void attend(const Scratch& s, const Span& span, int lines) {
     for (int line = 0; line < lines;) {
       const Seen seen = span.seen(s.lines[line]);
       const int same = alike(s, span, line, lines, kGroup);
@@ -117,14 +118,13 @@ static void attend_lines(const AttendTask& task, const Scratch& s, int lines) {
   Ahead ahead(task, Cache::block_bytes(s.head_dim), lines);
   Cache::prepare(task, s, lines, ahead);
   begin_states(task, s, lines);
-  How::enter();
+  How how;
   for (int block = task.begin; block < task.end;) {
     const int stop = (block / kSpanBlocks + 1) * kSpanBlocks;
     const int to = stop < task.end ? stop : task.end;
-    How::attend(s, Span(task, block, to, ahead), lines);
+    how.attend(s, Span(task, block, to, ahead), lines);
     block = to;
   }
-  How::leave();
   ahead.finish();
   end_states(task, s, lines);
 }

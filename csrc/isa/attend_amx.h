@@ -4,8 +4,10 @@
 //   scores of a block   [lines] x [dimensions]   times   K, 16 rows of 64 bytes with the tokens in the lanes
 //   values              [lines] x [tokens]       times   V, rows of 64 bytes with 16 dimensions in the lanes
 //
-// What a tile has stored takes a while to be seen by loads, and tiles and vectors are different units of
-// the processor: the scores of one block are scaled while those of the next are multiplied.
+// Tiles and vectors are different units of the processor, and what a tile has stored takes a while to be
+// seen by loads. So products, storing their sums and what becomes of them are three stages: while a block is
+// multiplied, the sums of the block before are stored, and those of the block before that are scaled.
+// Storing sums right behind their products, the tiles would wait for it.
 #pragma once
 
 #include "isa/attend_float.h"
@@ -28,41 +30,43 @@ INLINE void keep_score(const Scratch& s, int place, int block, Edge edge, F scor
 
 struct Int8InTiles {
   using Cache = Int8Cache;
+  using Sums = int32_t[kTileLines][2][kTokens];  // by line and plane
   static constexpr int kHalf = kTileLines / 2;
 
-  INLINE void enter() {}
-  INLINE void leave() { _tile_release(); }
+  ~Int8InTiles() { _tile_release(); }
 
   // First the weights of all lines, then the sums of V: what was stored last would not be seen at once.
-  INLINE void attend(const Scratch& s, const Span& span, int lines) {
+  void attend(const Scratch& s, const Span& span, int lines) {
     gather_values(s, span);
-    int shaped = 0;
-    for (int summing = 0; summing < 2; ++summing) {
-      for (int line = 0; line < lines; line += kTileLines) {
-        const int count = line + kTileLines <= lines ? kTileLines : lines - line;
-        const bool two = count > kHalf;
-        const int half = two ? (count + 1) / 2 : count;  // lines of a tile; the last row may come to nothing
-        if (half != shaped) shape(shaped = half);
-        if (summing) {
-          for (int dim = 0; dim < s.head_dim; dim += two ? 32 : 64)
-            two ? values<true>(s, span, line, count, half, dim) : values<false>(s, span, line, count, half, dim);
-        } else {
-          const Seen seen = span.seen(s.lines[line]);
-          const bool whole = seen.low == 0 && seen.high == span.count * kTokens && alike(s, span, line, lines, count) == count;
-          if (two)
-            whole ? weights<true, true>(s, span, line, count, half) : weights<true, false>(s, span, line, count, half);
-          else
-            whole ? weights<false, true>(s, span, line, count, half) : weights<false, false>(s, span, line, count, half);
-        }
-      }
+    for (int line = 0; line < lines; line += kTileLines) {
+      const int count = line + kTileLines <= lines ? kTileLines : lines - line;
+      const Seen seen = span.seen(s.lines[line]);
+      const bool whole = seen == Seen{0, kSpan} && alike(s, span, line, lines, count) == count;
+      shape(half_of(count));
+      if (count > kHalf)
+        whole ? weights<true, true>(s, span, line, count) : weights<true, false>(s, span, line, count);
+      else
+        whole ? weights<false, true>(s, span, line, count) : weights<false, false>(s, span, line, count);
+    }
+    for (int line = 0; line < lines; line += kTileLines) {
+      const int count = line + kTileLines <= lines ? kTileLines : lines - line;
+      shape(half_of(count));
+      count > kHalf ? values<true>(s, span, line, count) : values<false>(s, span, line, count);
     }
   }
 
-  // Tiles 0 to 3 are sums, 4 and 5 left sides, 6 and 7 right sides.
-  INLINE void shape(int lines) {
-    const TileShape left{2 * lines, 64}, right{16, 64};
+  // Lines of a tile; the last row of the second one may come to nothing.
+  INLINE int half_of(int count) { return count > kHalf ? (count + 1) / 2 : count; }
+
+  // Tiles 0 and 1 are sums of even blocks or parts, 2 and 3 of odd ones, 4 and 5 left sides, 6 right sides.
+  void shape(int half) {
+    if (half == shaped_) return;
+    shaped_ = half;
+    const TileShape left{2 * half, 64}, right{16, 64};
     shape_tiles({left, left, left, left, left, left, right, right});
   }
+
+  INLINE void keep_awake() { multiply_signed<0, 4, 6>(); }  // see tiles.h
 
   // V of the span, block after block, so that 64 tokens are a tile.
   INLINE void gather_values(const Scratch& s, const Span& span) {
@@ -75,117 +79,113 @@ struct Int8InTiles {
   }
 
   template <bool two, bool whole>
-  static void weights(const Scratch& s, const Span& span, int line, int count, int half) {
-    F top[kTileLines];
-    for (int i = 0; i < count; ++i) top[i] = splat(-__builtin_inff());
-    scores<two, whole>(s, span, line, count, half, top);
-    Seen before = span.seen(s.lines[line]);
+  static void weights(const Scratch& s, const Span& span, int line, int count) {
+    F top[kTileLines], total[kTileLines];
+    for (int i = 0; i < kTileLines; ++i) top[i] = total[i] = splat(-__builtin_inff());
+    scores<two, whole>(s, span, line, count, top);
+    store(s.top + line, each_highest(top) * load(s.factor + line));
+    Seen before = whole ? Seen{0, kSpan} : span.seen(s.lines[line]);
     Cache::Weigher weigher(span, before, s.head_dim);
     for (int i = 0; i < count; ++i) {
-      const Seen seen = span.seen(s.lines[line + i]);
+      if (i % 4 == 0) keep_awake();
+      const Seen seen = whole ? Seen{0, kSpan} : span.seen(s.lines[line + i]);
       if (!whole && seen.none()) {
-        weigh_nothing<Cache>(s, line + i);
+        total[i] = weigh_nothing<Cache>(s, line + i);
         continue;
       }
       if (!whole && !(seen == before)) weigher = Cache::Weigher(span, before = seen, s.head_dim);
-      weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
+      total[i] = weigh<Cache>(s, span, line + i, i, seen, weigher);
     }
+    store(s.sum + line, each_sum(total));
     merge_states(s, line, count);
   }
 
-  using Sums = int32_t[kTileLines][2][kTokens];  // by line and plane
-
-  // Two blocks at a time.
   template <bool two, bool whole>
-  INLINE void scores(const Scratch& s, const Span& span, int line, int count, int half, F* top) {
-    alignas(64) Sums raw[2][2];
-    for (int pair = 0; pair < span.count + 2; pair += 2) {
-      const int slot = pair / 2 % 2;
-      if (pair < span.count) multiply_keys<two>(s, span, pair, line, half, raw[slot]);
-      if (pair == 0) continue;
-      for (int block = pair - 2; block < pair && block < span.count; ++block) {
-        const Sums& sums = raw[slot ^ 1][block % 2];
-        const F scale = Cache::key_scale(span.blocks[block]);
-        for (int i = 0; i < count; ++i) {
-          const Edge edge = whole ? Edge{0, kTokens} : span.seen(s.lines[line + i]).edge(block);
-          keep_score(s, i, block, edge, Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])) * scale, top);
-        }
+  INLINE void scores(const Scratch& s, const Span& span, int line, int count, F* top) {
+    alignas(64) Sums raw[4];
+    const auto step = [&]<int parity>(int block) {
+      if (block < span.count) multiply_keys<two, parity>(s, span, block, line, half_of(count));
+      if (block >= 1 && block <= span.count) store_sums<two, 1 - parity>(raw[(block - 1) % 4], half_of(count));
+      if (block < 2 || block >= span.count + 2) return;
+      const Sums& sums = raw[(block - 2) % 4];
+      const F scale = Cache::key_scale(span.blocks[block - 2]);
+      for (int i = 0; i < count; ++i) {
+        const Edge edge = whole ? Edge{0, kTokens} : span.seen(s.lines[line + i]).edge(block - 2);
+        keep_score(s, i, block - 2, edge, Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])) * scale, top);
       }
+    };
+    for (int block = 0; block < span.count + 2; block += 2) {
+      step.template operator()<0>(block);
+      step.template operator()<1>(block + 1);
     }
   }
 
-  template <bool two>
-  INLINE void multiply_keys(const Scratch& s, const Span& span, int pair, int line, int half, Sums* out) {
+  template <bool two, int parity>
+  INLINE void multiply_keys(const Scratch& s, const Span& span, int block, int line, int half) {
     const int d = s.head_dim;
-    const int other = pair + 1 < span.count ? pair + 1 : pair;
-    span.ahead.during(2 * Work::kKeys);
+    span.ahead.during(Work::kKeys);
     const uint8_t* query = s.queries + line * Cache::query_bytes(d);
     const int32_t* bias = Cache::bias(s, line);
-    const uint8_t *left = Cache::keys(span.blocks[pair]), *right = Cache::keys(span.blocks[other]);
+    const uint8_t* keys = Cache::keys(span.blocks[block]);
     tiles_see_memory();
-    _tile_loadd(0, bias, 64);
-    _tile_loadd(2, bias, 64);
-    if constexpr (two) {
-      _tile_loadd(1, bias + 32 * half, 64);
-      _tile_loadd(3, bias + 32 * half, 64);
-    }
+    load_tile<2 * parity>(bias, 64);
+    if constexpr (two) load_tile<2 * parity + 1>(bias + 32 * half, 64);
     for (int dim = 0; dim < d; dim += 64) {
-      _tile_loadd(6, left + static_cast<size_t>(dim) * kTokens, 64);
-      _tile_loadd(7, right + static_cast<size_t>(dim) * kTokens, 64);
-      _tile_loadd(4, query + dim, d);
-      _tile_dpbsud(0, 4, 6);
-      _tile_dpbsud(2, 4, 7);
+      load_tile<6>(keys + static_cast<size_t>(dim) * kTokens, 64);
+      load_tile<4>(query + dim, d);
+      multiply_signed<2 * parity, 4, 6>();
       if constexpr (two) {
-        _tile_loadd(5, query + half * Cache::query_bytes(d) + dim, d);
-        _tile_dpbsud(1, 5, 6);
-        _tile_dpbsud(3, 5, 7);
+        load_tile<5>(query + half * Cache::query_bytes(d) + dim, d);
+        multiply_signed<2 * parity + 1, 5, 6>();
       }
-    }
-    _tile_stored(0, out[0], 64);
-    _tile_stored(2, out[1], 64);
-    if constexpr (two) {
-      _tile_stored(1, out[0][half], 64);
-      _tile_stored(3, out[1][half], 64);
     }
   }
 
-  // 32 dimensions of the weighted sum of V for two tiles of lines, 64 for one.
+  template <bool two, int parity>
+  INLINE void store_sums(Sums& sums, int half) {
+    store_tile<2 * parity>(sums[0], 64);
+    if constexpr (two) store_tile<2 * parity + 1>(sums[half], 64);
+  }
+
+  // The weighted sum of V, 16 dimensions at a time.
   template <bool two>
-  static void values(const Scratch& s, const Span& span, int line, int count, int half, int dim) {
-    alignas(64) Sums sums[two ? 2 : 4];
+  static void values(const Scratch& s, const Span& span, int line, int count) {
+    alignas(64) Sums raw[4];
+    const int parts = s.head_dim / 16;
+    const auto step = [&]<int parity>(int part) {
+      if (part < parts) multiply_values<two, parity>(s, span, line, half_of(count), 16 * part);
+      if (part >= 1 && part <= parts) store_sums<two, 1 - parity>(raw[(part - 1) % 4], half_of(count));
+      if (part < 2) return;
+      const Sums& sums = raw[(part - 2) % 4];
+      for (int i = 0; i < count; ++i)
+        merge_result(s, line + i, 16 * (part - 2), Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])));
+    };
+    for (int part = 0; part < parts + 2; part += 2) {
+      step.template operator()<0>(part);
+      step.template operator()<1>(part + 1);
+    }
+  }
+
+  template <bool two, int parity>
+  INLINE void multiply_values(const Scratch& s, const Span& span, int line, int half, int dim) {
     const uint8_t* weights = s.weights + line * Cache::kWeightBytes;
     const int stride = 4 * s.head_dim;
     tiles_see_memory();
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    clear_tile<2 * parity>();
+    if constexpr (two) clear_tile<2 * parity + 1>();
     for (int token = 0; token < span.count * kTokens; token += 64) {
-      const uint8_t* v = s.values + token / 4 * stride + 4 * dim;
-      _tile_loadd(6, v, stride);
-      _tile_loadd(7, v + 64, stride);
-      _tile_loadd(4, weights + token, kSpan);
-      _tile_dpbusd(0, 4, 6);
-      _tile_dpbusd(1, 4, 7);
+      load_tile<6>(s.values + token / 4 * stride + 4 * dim, stride);
+      load_tile<4>(weights + token, kSpan);
+      multiply_unsigned<2 * parity, 4, 6>();
       if constexpr (two) {
-        _tile_loadd(5, weights + half * Cache::kWeightBytes + token, kSpan);
-        _tile_dpbusd(2, 5, 6);
-        _tile_dpbusd(3, 5, 7);
-      } else {
-        _tile_loadd(6, v + 128, stride);
-        _tile_dpbusd(2, 4, 6);
-        _tile_loadd(7, v + 192, stride);
-        _tile_dpbusd(3, 4, 7);
+        load_tile<5>(weights + half * Cache::kWeightBytes + token, kSpan);
+        multiply_unsigned<2 * parity + 1, 5, 6>();
       }
     }
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    _tile_stored(2, two ? sums[0][half] : sums[2 % (two ? 2 : 4)][0], 64);
-    _tile_stored(3, two ? sums[1][half] : sums[3 % (two ? 2 : 4)][0], 64);
-    for (int part = 0; part < (two ? 2 : 4); ++part)
-      for (int i = 0; i < count; ++i)
-        merge_result(s, line + i, dim + 16 * part, Cache::whole(load_i(sums[part][i][0]), load_i(sums[part][i][1])));
   }
+
+ private:
+  int shaped_ = 0;
 };
 
 // -- bfloat16: every row goes this way, alone or not, because the order of a sum shows -----------------
@@ -194,17 +194,15 @@ struct Bfloat16InTiles {
   using Cache = Bfloat16Cache;
   static constexpr int kLeft = 32;  // dimensions of a tile of queries
 
-  INLINE void enter() {}
-  INLINE void leave() { _tile_release(); }
+  ~Bfloat16InTiles() { _tile_release(); }
 
   // Lines of one tile see the same tokens: the weight zero of an unseen one would not hide its NaN.
-  INLINE void attend(const Scratch& s, const Span& span, int lines) {
-    int height = 0;
+  void attend(const Scratch& s, const Span& span, int lines) {
     for (int line = 0; line < lines;) {
       const Seen seen = span.seen(s.lines[line]);
       const int count = alike(s, span, line, lines, kTileLines);
       if (!seen.none()) {
-        if (count != height) shape(height = count);
+        shape(count);
         attend_tile(s, span, seen, line, count);
       }
       line += count;
@@ -212,17 +210,26 @@ struct Bfloat16InTiles {
   }
 
   // Tiles 0 to 3 are sums; 4 queries, 5 keys; 6 weights of a block, 7 its values.
-  INLINE void shape(int lines) {
+  void shape(int lines) {
+    if (lines == shaped_) return;
+    shaped_ = lines;
     const TileShape sums{lines, 64};
     shape_tiles({sums, sums, sums, sums, {lines, 64}, {16, 64}, {lines, 2 * kTokens}, {kTokens / 2, 64}});
   }
 
+  INLINE void keep_awake() { _tile_dpbf16ps(0, 4, 5); }  // see tiles.h
+
   static void attend_tile(const Scratch& s, const Span& span, Seen seen, int line, int count) {
-    F top[kTileLines];
-    for (F& lane : top) lane = splat(-__builtin_inff());
+    F top[kTileLines], total[kTileLines];
+    for (int i = 0; i < kTileLines; ++i) top[i] = total[i] = splat(-__builtin_inff());
     scores(s, span, seen, line, count, top);
+    store(s.top + line, each_highest(top) * load(s.factor + line));
     const Cache::Weigher weigher(span, seen, s.head_dim);
-    for (int i = 0; i < count; ++i) weigh<Cache>(s, span, line + i, i, seen, highest(top[i]), weigher);
+    for (int i = 0; i < count; ++i) {
+      if (i % 4 == 0) keep_awake();
+      total[i] = weigh<Cache>(s, span, line + i, i, seen, weigher);
+    }
+    store(s.sum + line, each_sum(total));
     merge_states(s, line, count);
     for (int dim = 0; dim < s.head_dim; dim += 64) values(s, span, seen, count, line, dim);
   }
@@ -298,6 +305,9 @@ struct Bfloat16InTiles {
       for (int i = 0; i < count; ++i)
         merge_result(s, line + i, dim + 16 * part, load(sums[part] + 16 * i));
   }
+
+ private:
+  int shaped_ = 0;
 };
 
 }  // namespace turnstile::TURNSTILE_LEVEL

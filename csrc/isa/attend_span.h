@@ -62,7 +62,7 @@ struct Scratch {
   // Of all lines:
   uint8_t* queries;  // [kLines][Cache::query_bytes]: as the products want them
   int32_t* bias;     // [kLines][2][16]: int8 only, see there
-  float* factor;     // [kLines]: what a score is multiplied by at last
+  float* factor;     // [kLines + 16]: what a score is multiplied by at last
   float *maximum, *total;  // [kLines + 16]
   float* result;     // [kLines][head_dim]
   // Of a span:
@@ -82,7 +82,7 @@ struct Scratch {
     lines = reinterpret_cast<Line*>(take(kLines * sizeof(Line)));
     queries = take(4 * static_cast<size_t>(kLines) * d);
     bias = reinterpret_cast<int32_t*>(floats(2 * kLines * 16));
-    factor = floats(kLines);
+    factor = floats(kLines + 16);
     maximum = floats(kLines + 16);
     total = floats(kLines + 16);
     result = floats(static_cast<size_t>(kLines) * d);
@@ -109,14 +109,14 @@ INLINE int alike(const Scratch& s, const Span& span, int line, int lines, int mo
   return count;
 }
 
-// The weights of line `line`, whose scores are in place `place`, for all blocks of the span.
+// The weights of line `line`, whose scores are in place `place` and whose largest is known, for all blocks
+// of the span. Returns their sum, by lanes.
 template <class Cache>
-INLINE void weigh(const Scratch& s, const Span& span, int line, int place, Seen seen, float top,
-                  const typename Cache::Weigher& weigher) {
+INLINE F weigh(const Scratch& s, const Span& span, int line, int place, Seen seen, const typename Cache::Weigher& weigher) {
   constexpr int kFour = 4;  // blocks at a time: 64 tokens fill a vector of bytes
   const float* scores = s.scores + place * kSpan;
   uint8_t* weights = s.weights + line * Cache::kWeightBytes;
-  const F factor = splat(s.factor[line]), minus_top = splat(-top * s.factor[line]);
+  const F factor = splat(s.factor[line]), minus_top = splat(-s.top[line]);
   F total = splat(0.0f);
   for (int first = 0; first < span.count; first += kFour) {
     F p[kFour];
@@ -139,18 +139,18 @@ INLINE void weigh(const Scratch& s, const Span& span, int line, int place, Seen 
     weigher.put(p, first, weights);
   }
   span.ahead.during(Work::kWeights);
-  s.top[line] = top * s.factor[line];
-  s.sum[line] = sum(total);
   s.unit[line] = weigher.unit;
+  return total;
 }
 
 // A line that sees nothing of the span.
 template <class Cache>
-INLINE void weigh_nothing(const Scratch& s, int line) {
+INLINE F weigh_nothing(const Scratch& s, int line) {
   for (int i = 0; i < Cache::kWeightBytes; i += 64)
     store_i(s.weights + line * Cache::kWeightBytes + i, splat_i(0));
   s.top[line] = kNothing;
-  s.sum[line] = s.unit[line] = 0.0f;
+  s.unit[line] = 0.0f;
+  return splat(0.0f);
 }
 
 // Merges maximum and total of a span into those of up to 16 lines from `line` on, and says by what their

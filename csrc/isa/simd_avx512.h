@@ -70,6 +70,31 @@ INLINE float highest(F a) {
   return _mm512_cvtss_f32(s.v);
 }
 
+// 16 registers at once, the same trees: lane i is all lanes of a[i]. Each stage halves what is left of two
+// registers and puts them into one.
+template <class Two>
+INLINE F each_reduced(const F* a, const Two& two) {
+  const auto eights = [&](F x, F y) {
+    return two(F{_mm512_shuffle_f32x4(x.v, y.v, 0x44)}, F{_mm512_shuffle_f32x4(x.v, y.v, 0xEE)});
+  };
+  const auto fours = [&](F x, F y) {
+    return two(F{_mm512_shuffle_f32x4(x.v, y.v, 0x88)}, F{_mm512_shuffle_f32x4(x.v, y.v, 0xDD)});
+  };
+  F quarter[4];  // of a[i], a[4 + i], a[8 + i], a[12 + i]
+  for (int i = 0; i < 4; ++i) quarter[i] = fours(eights(a[i], a[4 + i]), eights(a[8 + i], a[12 + i]));
+  const auto twos = [&](F x, F y) {
+    return two(F{_mm512_shuffle_ps(x.v, y.v, 0x44)}, F{_mm512_shuffle_ps(x.v, y.v, 0xEE)});
+  };
+  const F x = twos(quarter[0], quarter[1]), y = twos(quarter[2], quarter[3]);
+  return two(F{_mm512_shuffle_ps(x.v, y.v, 0x88)}, F{_mm512_shuffle_ps(x.v, y.v, 0xDD)});
+}
+INLINE F each_sum(const F* a) {
+  return each_reduced(a, [](F x, F y) { return x + y; });
+}
+INLINE F each_highest(const F* a) {
+  return each_reduced(a, [](F x, F y) { return max(x, y); });
+}
+
 // The largest lane.
 INLINE int32_t highest(I a) { return _mm512_reduce_max_epi32(a.v); }
 

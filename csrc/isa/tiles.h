@@ -1,4 +1,8 @@
 // AMX tiles: their shapes, and what the compiler does not know of them.
+//
+// The processor puts the multiplier of tiles to sleep 250 ns after its last product, and the next one then
+// takes 265 ns more, in which nothing else is done either (docs/performance.md). Loads and stores of tiles do
+// not keep it awake. Where vectors are busy for longer between products, one is made for nothing now and then.
 #pragma once
 
 #include <immintrin.h>
@@ -25,5 +29,21 @@ INLINE void shape_tiles(const TileShape (&tiles)[8]) {
 
 // The compiler does not know that tile loads read memory.
 INLINE void tiles_see_memory() { asm volatile("" ::: "memory"); }
+
+// The compiler's own functions take nothing but literals for tiles: these take template parameters.
+template <int tile> INLINE void clear_tile() { asm volatile("tilezero %%tmm%c0" ::"i"(tile)); }
+template <int tile> INLINE void load_tile(const void* from, size_t stride) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(tile));
+}
+template <int tile> INLINE void store_tile(void* to, size_t stride) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(tile) : "memory");
+}
+// sums += left (signed or unsigned bytes) * right (unsigned or signed ones)
+template <int sums, int left, int right> INLINE void multiply_signed() {
+  asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right));
+}
+template <int sums, int left, int right> INLINE void multiply_unsigned() {
+  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(left), "i"(right));
+}
 
 }  // namespace turnstile::TURNSTILE_LEVEL
