@@ -227,11 +227,26 @@ def test_null_content_stays_null_for_templates_that_ask(tokenizer: Tokenizer) ->
     assert ChatEncoder(tokenizer, "[{{ messages[0]['content'] }}]").render(chat) == "[]"
 
 
-def test_tools_are_refused_not_ignored_where_the_template_knows_none(tokenizer: Tokenizer) -> None:
+def test_tools_are_told_in_words_where_the_template_knows_none(tokenizer: Tokenizer) -> None:
     encoder = ChatEncoder(tokenizer)
-    with pytest.raises(MessageError, match="does not support tools") as caught:
-        encoder.encode(ChatInput(messages=[user("x")], tools=[TOOL]))
-    assert caught.value.param == "tools"
+    asked = encoder.render(ChatInput(messages=[user("x")], tools=[TOOL]))
+    assert asked.startswith("<|im_start|>system\nYou may call functions")
+    assert json.dumps(TOOL) in asked
+    messages = [{"role": "system", "content": "Be brief."}, *CHATS["tools"], CHATS["tools"][-1]]
+    text = encoder.render(ChatInput(messages=messages, tools=[TOOL]))
+    assert text.startswith("<|im_start|>system\nBe brief.\n\nYou may call functions")
+    assert '<tool_call>\n{"name": "f", "arguments": {"x": "é<b>"}}\n</tool_call><|im_end|>' in text
+    answer = "<tool_response>\n12\n</tool_response>"
+    assert f"<|im_start|>user\n{answer}\n{answer}<|im_end|>" in text
+
+
+def test_documents_are_refused_not_ignored_where_the_template_knows_none(
+    tokenizer: Tokenizer,
+) -> None:
+    encoder = ChatEncoder(tokenizer)
+    with pytest.raises(MessageError, match="does not support documents") as caught:
+        encoder.encode(ChatInput(messages=[user("x")], documents=[{"text": "x"}]))
+    assert caught.value.param == "documents"
 
 
 @pytest.mark.parametrize("content", ["so it is", "so it is ", "so<|im_end|>", "é\n"])

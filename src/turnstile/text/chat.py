@@ -17,6 +17,8 @@ from turnstile.text.messages import (
 )
 from turnstile.text.template import CompiledTemplate, TemplateTypeError, compile_template
 from turnstile.text.tokenizer import Tokenizer
+from turnstile.text.tool_calls import format_of
+from turnstile.text.tools import with_calls_written, with_tools_told
 
 _RESERVED = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -33,7 +35,9 @@ class ChatInput:
     ----------
     messages
         As the client sent them: ``role``, ``content`` (string or text parts) and the rest.
-    tools, documents
+    tools
+        Given to the template, or written into the messages if it does not know the word.
+    documents
         Given to the template; refused if it does not know the word.
     add_generation_prompt
         End with the header of the assistant's turn.
@@ -87,6 +91,15 @@ class ChatEncoder:
         for source in self._templates.values():
             compile_template(source)
 
+    def tool_format(self, template: str | None = None) -> str | None:
+        """Name of the format (:data:`turnstile.text.tool_calls.FORMATS`) in which the model is
+        asked to call tools; None where the template asks for one that is none of these.
+
+        ``template`` is the request's own, where it has one.
+        """
+        source = template or self._templates.get("tool_use") or self._templates.get("default", "")
+        return format_of(source)
+
     def render(self, chat: ChatInput) -> str:
         """Text of the chat, as the model sees it."""
         text, marks = self._render(chat)
@@ -118,6 +131,10 @@ class ChatEncoder:
             messages = [
                 {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
             ]
+        if chat.tools and not template.mentions("tools"):
+            if not template.mentions("tool_calls"):
+                messages = with_calls_written(messages)
+            messages = with_tools_told(messages, chat.tools)
         data = {
             "messages": messages,
             "tools": chat.tools,
@@ -217,6 +234,5 @@ def _check(chat: ChatInput, template: CompiledTemplate) -> None:
         raise MessageError(
             f"chat_template_kwargs must not set {', '.join(reserved)}", "chat_template_kwargs"
         )
-    for name in ("tools", "documents"):
-        if getattr(chat, name) and not template.mentions(name):
-            raise MessageError(f"this model's chat template does not support {name}", name)
+    if chat.documents and not template.mentions("documents"):
+        raise MessageError("this model's chat template does not support documents", "documents")

@@ -32,7 +32,7 @@ def json_object() -> str:
 
 def json_schema(schema: object) -> str:
     """Grammar of the JSON values a schema allows (an object, a boolean, or either as text)."""
-    _check_size(schema)
+    check_size(schema)
     if isinstance(schema, str):
         try:
             schema = json.loads(schema)
@@ -59,7 +59,7 @@ def regex(pattern: object) -> str:
     """Grammar of the texts a regular expression matches from end to end (Rust's syntax)."""
     if not isinstance(pattern, str):
         raise GrammarError("the regular expression must be a string")
-    _check_size(pattern)
+    check_size(pattern)
     return _wrapped(f"start: {_lark_regex(pattern)}")
 
 
@@ -69,7 +69,7 @@ def choice(options: object) -> str:
         raise GrammarError("choice must be a list of at least one string")
     if len(options) > MAX_CHOICES:
         raise GrammarError(f"choice has {len(options)} options, more than {MAX_CHOICES}")
-    _check_size(options)
+    check_size(options)
     if not all(isinstance(option, str) and option for option in options):
         raise GrammarError("every choice must be a string that is not empty")
     literals = " | ".join(_lark_string(option) for option in options)
@@ -169,7 +169,7 @@ def _lark_regex(pattern: str) -> str:
     return f"/{''.join(escaped)}/"
 
 
-def _check_size(value: object) -> None:
+def check_size(value: object) -> None:
     """Raise :class:`GrammarError` for what is longer, written as JSON, than a grammar may be.
 
     Stops as soon as that is certain: a request can hold a hundred times as much.
