@@ -163,7 +163,7 @@ def test_b67_broken_tool_calls_in_the_history_are_no_server_fault(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"},
+        {"tools": [{"type": "function"}], "tool_choice": "required"},
         {"tool_choice": "required"},
         {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"tools": [None]},
@@ -177,7 +177,7 @@ def test_b67_what_cannot_be_done_with_tools_is_refused_and_not_ignored(
 ) -> None:
     status, answer = server.chat("abc", max_tokens=2, **fields)
     assert status == 400, answer
-    assert answer["error"]["param"] in ("tools", "tool_choice", "functions")
+    assert answer["error"]["param"].split(".")[0] in ("tools", "tool_choice", "functions")
 
 
 # B69 ---------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -31,6 +32,33 @@ def test_it_answers_a_question(server: ServerProcess) -> None:
         server.stream("/v1/chat/completions", messages=messages, temperature=0, max_tokens=24)
     )
     assert text_of(events) == answer["choices"][0]["message"]["content"]
+    server.check()
+
+
+def test_a_demanded_call_has_the_arguments_its_schema_wants(server: ServerProcess) -> None:
+    unit = {"enum": ["celsius", "fahrenheit"]}
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 20}, "unit": unit},
+        "required": ["city", "unit"],
+        "additionalProperties": False,
+    }
+    function = {"name": "weather", "description": "Weather of a city.", "parameters": schema}
+    tools = [{"type": "function", "function": function}]
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in (named, "required"):
+        status, answer = server.chat(
+            "How warm is it in Paris?", tools=tools, tool_choice=choice,
+            parallel_tool_calls=False, temperature=0, max_tokens=100,
+        )  # fmt: skip
+        assert status == 200
+        (found,) = answer["choices"]
+        assert found["finish_reason"] == "tool_calls"
+        (call,) = found["message"]["tool_calls"]
+        assert call["function"]["name"] == "weather"
+        arguments = json.loads(call["function"]["arguments"])
+        assert sorted(arguments) == ["city", "unit"]
+        assert arguments["unit"] in unit["enum"]
     server.check()
 
 

@@ -365,8 +365,6 @@ def test_conversations_are_taken_or_refused_never_a_500(
 @pytest.mark.parametrize(
     "fields",
     [
-        {"tools": [{"type": "function"}]},
-        {"tools": [{"type": "function"}], "tool_choice": "required"},
         {"functions": [{}]},
         {"modalities": ["audio"]},
         {"chat_template": "{{ 1 }}"},

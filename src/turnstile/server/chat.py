@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from turnstile.engine.params import SamplingParams
 from turnstile.server.config import ServerConfig
-from turnstile.server.errors import ApiError, bad_request, unsupported
+from turnstile.server.errors import (
+    ApiError,
+    bad_request,
+    message_refusal,
+    sentence,
+    unsupported,
+)
 from turnstile.server.exchange import Exchange
 from turnstile.server.frames import ChatFrames
 from turnstile.server.intake import Endpoint, answer
 from turnstile.server.json_body import decode
+from turnstile.server.model import ServedModel
 from turnstile.server.parameters import deadline_of, wanted_tokens
 from turnstile.server.prompts import TokenizedPrompt, truncate
 from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
+from turnstile.server.tools import ToolUse, tool_use
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
 
@@ -47,6 +54,12 @@ class Chats(Endpoint[ChatRequest]):
         prompt = await render_chat(request, reader, size, trust=trust)
         return [TokenizedPrompt(prompt.token_ids)]
 
+    def tool_use(
+        self, request: ChatRequest, model: ServedModel, config: ServerConfig
+    ) -> ToolUse | None:
+        """``tools`` and ``tool_choice``."""
+        return tool_use(request, model, config)
+
     def wants_logprobs(self, request: ChatRequest) -> bool:
         """True asks for them."""
         return bool(request.logprobs)
@@ -67,6 +80,7 @@ async def render(service: Service, exchange: Exchange) -> None:
     body = await exchange.json_body(service.bodies)
     request = decode(body, ChatRequest)
     model.check_name(request.model)
+    tool_use(request, model, config)  # what cannot be called is not shown either
     async with ends_by(deadline_of(request.timeout, exchange, config)):
         rendered = await render_chat(
             request,
@@ -100,6 +114,7 @@ async def render_chat(
     continues = bool(request.continue_final_message)
     chat = ChatInput(
         messages=request.messages,
+        tools=None if request.tool_choice == "none" else request.tools,
         documents=request.documents,
         add_generation_prompt=request.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
@@ -121,20 +136,14 @@ async def encode_chat(chat: ChatInput, reader: Reader, size: int) -> ChatPrompt:
     try:
         prompt = await reader.off_loop(size, lambda: encode(chat))
     except MessageError as error:
-        param = re.sub(r"\[(\w+)\]", r".\1", error.param) if error.param else None
-        raise bad_request(_sentence(error), param) from None
+        raise message_refusal(error) from None
     except TemplateError as error:
-        raise bad_request(_sentence(error), "messages") from None
+        raise bad_request(sentence(error), "messages") from None
     except RecursionError:
         raise bad_request("The messages are nested too deeply.", "messages") from None
     if not prompt.token_ids:
         raise bad_request("The conversation renders to nothing.", "messages")
     return prompt
-
-
-def _sentence(error: Exception) -> str:
-    text = str(error)
-    return text if text.endswith((".", "!", "?")) else text + "."
 
 
 def _characters(messages: Sequence[Mapping[str, Any]], most: int) -> int:
@@ -155,12 +164,8 @@ def _texts(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def _refuse_unsupported(request: ChatRequest, *, trust: bool) -> None:
-    if request.tools and request.tool_choice != "none":
-        raise unsupported("Tools are not supported; leave tools out.", "tools")
     if request.functions:
-        raise unsupported("Functions are not supported; leave functions out.", "functions")
-    if request.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice needs tools, which are not supported.", "tool_choice")
+        raise unsupported("Functions are not supported; send tools.", "functions")
     if request.modalities not in (None, ["text"]):
         raise unsupported("Only text comes out of this server.", "modalities")
     if request.chat_template is not None and not trust:

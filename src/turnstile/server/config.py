@@ -76,6 +76,10 @@ class ServerConfig:
     """Tokens a completion gets that asks for no number. A chat gets the room left."""
     chat_template: str | None = None
     """File with a chat template (Jinja) to use instead of the model's own."""
+    enable_auto_tool_choice: bool = True
+    """Let the model call tools of its own accord where a request brings some."""
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
+    """How the model writes tool calls. Default: as its chat template asks it to."""
     trust_request_chat_template: bool = False
     """Render a `chat_template` that comes with a request. Such a template can burn CPU."""
     default_timeout: float | None = None

@@ -8,12 +8,14 @@ official clients is kept: ``Retry-After`` and ``retry-after-ms`` where waiting h
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 
 import msgspec
 
 from turnstile.engine.client import EngineState, EngineUnavailableError, NeverFitsError
 from turnstile.engine.params import ParameterError
+from turnstile.text.errors import MessageError
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -110,6 +112,19 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """400 for a field that is wrong."""
     return ApiError(400, message, param=param, code=code)
+
+
+def message_refusal(error: MessageError) -> ApiError:
+    """400 for what is wrong with a conversation or its tools; fields are dotted."""
+    param = re.sub(r"\[(\w+)\]", r".\1", error.param) if error.param else None
+    return bad_request(sentence(error), param)
+
+
+def sentence(error: Exception) -> str:
+    """What an error of the layers below says, as a sentence."""
+    text = str(error)
+    text = text[:1].upper() + text[1:]
+    return text if text.endswith((".", "!", "?")) else text + "."
 
 
 def unsupported(message: str, param: str) -> ApiError:

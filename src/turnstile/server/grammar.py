@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
-from turnstile.server.errors import ApiError, bad_request
+from turnstile.server.errors import ApiError, bad_request, sentence
 from turnstile.server.schemas import GenerationRequest
 from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
@@ -25,13 +26,16 @@ def check_threads() -> Threads:
     return Threads("turnstile-grammar", number=2, most=32, heavy=1, what="new grammars")
 
 
-async def grammar_of(request: GenerationRequest, checks: Threads, tenant: Tenant) -> str | None:
-    """The constraint on the output, or None. A new one is checked in the turn of ``tenant``.
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar that the output must match, and the field that asks for it."""
 
-    A grammar is compiled once before it is accepted, off the event loop and in a process of its
-    own, so that one that cannot be honoured is a 400 and not a failure later. Raises
-    :class:`ApiError`, 503 where too many new ones are waiting for that.
-    """
+    grammar: str
+    field: str
+
+
+def constraint_of(request: GenerationRequest) -> Constraint | None:
+    """The constraint on the output, or None. Raises :class:`ApiError` 400."""
     param = "response_format"
     try:
         grammar = grammar_of_response_format(request.response_format)
@@ -40,11 +44,22 @@ async def grammar_of(request: GenerationRequest, checks: Threads, tenant: Tenant
                 raise bad_request("Send response_format or structured_outputs, not both.", param)
             param = "structured_outputs"
             grammar = grammar_of_structured_outputs(request.structured_outputs)
-        if grammar is not None:
-            await _check(grammar, checks, tenant)
     except GrammarError as error:
-        raise _refusal(error, param) from None
-    return grammar
+        raise grammar_refusal(error, param) from None
+    return None if grammar is None else Constraint(grammar, param)
+
+
+async def check(constraint: Constraint, checks: Threads, tenant: Tenant) -> None:
+    """See that a constraint can be honoured; a new one in the turn of ``tenant``.
+
+    A grammar is compiled once before it is accepted, off the event loop and in a process of its
+    own, so that one that cannot be honoured is a 400 and not a failure later. Raises
+    :class:`ApiError`, 503 where too many new ones are waiting for that.
+    """
+    try:
+        await _check(constraint.grammar, checks, tenant)
+    except GrammarError as error:
+        raise grammar_refusal(error, constraint.field) from None
 
 
 async def _check(grammar: str, checks: Threads, tenant: Tenant) -> None:
@@ -62,11 +77,6 @@ async def _check(grammar: str, checks: Threads, tenant: Tenant) -> None:
         gone.set()
 
 
-def grammar_field(request: GenerationRequest) -> str:
-    """The field that asks for the grammar, to be named in errors."""
-    return "response_format" if request.structured_outputs is None else "structured_outputs"
-
-
-def _refusal(error: GrammarError, param: str) -> ApiError:
-    text = str(error)
-    return bad_request(text[:1].upper() + text[1:] + ("" if text.endswith(".") else "."), param)
+def grammar_refusal(error: GrammarError, param: str) -> ApiError:
+    """400 for a grammar that cannot be used."""
+    return bad_request(sentence(error), param)

@@ -18,7 +18,7 @@ from turnstile.server.exchange import Exchange
 from turnstile.server.frames import Frames, Head, Wishes
 from turnstile.server.gate import knock
 from turnstile.server.generation import Answer, Order, make_jobs
-from turnstile.server.grammar import grammar_field, grammar_of
+from turnstile.server.grammar import check, constraint_of
 from turnstile.server.json_body import decode
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import deadline_of, make_params, priority_of
@@ -27,6 +27,7 @@ from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
+from turnstile.server.tools import ToolFrames, ToolUse
 from turnstile.server.usage import Record
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -60,6 +61,10 @@ class Endpoint(ABC, Generic[R]):
     @abstractmethod
     def wants_logprobs(self, request: R) -> bool:
         """Whether log-probabilities are part of the answer."""
+
+    def tool_use(self, request: R, model: ServedModel, config: ServerConfig) -> ToolUse | None:
+        """What may be called in the answer, if anything. Raises :class:`ApiError` 400."""
+        return None
 
     def echoes(self, request: R) -> bool:
         """Whether the prompt is part of the answer."""
@@ -96,8 +101,15 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
     keep = endpoint.draw_more(request, params)
     deadline = deadline_of(request.timeout, exchange, config)
     wishes = make_wishes(endpoint, request, config.stream_interval)
+    use = endpoint.tool_use(request, model, config)
+    constraint = use.constraint() if use is not None else None
+    constraint = constraint or constraint_of(request)  # a demanded call leaves no other output
+    if use is not None and use.shows_control_tokens(model.tokenizer):
+        params.skip_special_tokens = False
     async with ends_by(deadline):
-        params.grammar = await grammar_of(request, service.checks, tenant)
+        if constraint is not None:
+            await check(constraint, service.checks, tenant)
+            params.grammar = constraint.grammar
         reader = service.reader(model, tenant)
         prompts = await endpoint.read(request, reader, len(body), params, config)
     order = Order(
@@ -107,13 +119,14 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
         deadline=deadline,
         priority=priority,
         cache_salt=request.cache_salt,
-        grammar_field=grammar_field(request),
+        grammar_field=None if constraint is None else constraint.field,
         echo=wishes.echo,
         keep=keep,
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head(endpoint.id_prefix, model, request)
-    frames = endpoint.frames(head, wishes, model.tokenizer, record)
+    parts = (head, wishes, model.tokenizer, record)
+    frames = endpoint.frames(*parts) if use is None else ToolFrames(*parts, use)
     return Answer(service, exchange, record, frames, stream=bool(request.stream), keep=keep)
 
 

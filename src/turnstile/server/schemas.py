@@ -103,8 +103,12 @@ class ChatRequest(GenerationRequest, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[dict[str, Any]] | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions that may be called, each ``{"type": "function", "function": {"name": …}}``."""
     tool_choice: str | dict[str, Any] | None = None
+    """``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": …}}``."""
+    parallel_tool_calls: bool | None = True
+    """Whether an answer may have several calls, where they are demanded."""
     functions: list[Any] | None = None
     modalities: list[str] | None = None
 
@@ -115,6 +119,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: list[dict[str, Any]] | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = False
     add_generation_prompt: bool | None = True

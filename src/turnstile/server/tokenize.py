@@ -56,6 +56,7 @@ async def _ids_of(request: TokenizeRequest, reader: Reader, size: int) -> list[i
     continues = bool(request.continue_final_message)
     chat = ChatInput(
         messages=request.messages or [],
+        tools=request.tools,
         add_generation_prompt=request.add_generation_prompt is not False and not continues,
         continue_final_message=continues,
         variables=request.chat_template_kwargs or {},
