@@ -198,7 +198,9 @@ def test_much_space_takes_no_more_than_its_length() -> None:
     ("template", "name"),
     [
         ("{{ messages }}", "hermes"),
-        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ('{% if tools %}<tool_call>\n{"name": {% endif %}', "hermes"),
+        ("{% if tools %}{{ '<tool_call>\\n{\\\"name' }}{% endif %}", "hermes"),
+        ("{% if tools %}<tool_call>name<arg_key>{% endif %}", None),
         ("{% if tools %}[TOOL_CALLS]{% endif %}", "mistral"),
         ("{% if tools %}<|python_tag|>{% endif %}", "llama3_json"),
         ("{% if tools %}<tool_call><function=f>{% endif %}", None),

@@ -16,6 +16,7 @@ JSON, no tool of that name) is content.
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from abc import ABC, abstractmethod
@@ -433,13 +434,16 @@ class ToolFormat:
     reader
         Finds them.
     marker
-        What a chat template has in it where its model writes them so.
+        What a call begins with.
+    asked
+        Matches in a chat template that asks its model for this.
     id_length
         Characters of a call's id; some templates refuse others when the call comes back.
     """
 
     reader: Callable[[Collection[str]], CallReader]
     marker: str
+    asked: str
     id_length: int | None = None
 
     def make_id(self) -> str:
@@ -451,9 +455,10 @@ class ToolFormat:
 
 
 FORMATS = {
-    "hermes": ToolFormat(Hermes, Hermes.opening),
-    "mistral": ToolFormat(Mistral, Mistral.opening, id_length=9),
-    "llama3_json": ToolFormat(LlamaJson, LlamaJson.opening),
+    # Others have the same tags, and in them something that is no JSON.
+    "hermes": ToolFormat(Hermes, Hermes.opening, r"<tool_call>(\\n|\s)*\{"),
+    "mistral": ToolFormat(Mistral, Mistral.opening, r"\[TOOL_CALLS\]", id_length=9),
+    "llama3_json": ToolFormat(LlamaJson, LlamaJson.opening, r"<\|python_tag\|>"),
 }
 """By the name that ``--tool-call-parser`` takes."""
 
@@ -466,6 +471,4 @@ def format_of(template: str) -> str | None:
     """
     if "tools" not in template:
         return "hermes"
-    if "<function=" in template:  # between Hermes' tags, but no JSON
-        return None
-    return next((name for name, one in FORMATS.items() if one.marker in template), None)
+    return next((name for name, one in FORMATS.items() if re.search(one.asked, template)), None)
