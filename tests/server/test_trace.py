@@ -18,7 +18,7 @@ from server.test_requests import step, trail
 from turnstile.core import events
 from turnstile.engine.protocol import Snapshot, StepResult
 from turnstile.server.config import ConfigError, ServerConfig
-from turnstile.server.trace import Trace
+from turnstile.server.trace import BEGAN, Trace
 from turnstile.server.trails import RequestLog
 
 WANTED: dict[str, set[str]] = {
@@ -42,8 +42,8 @@ def check(event: dict[str, Any]) -> None:
         assert event.get(field, 0) >= 0, event
     assert isinstance(event.get("args", {}), dict), event
     if phase == "M":
-        assert event["name"] in ("process_name", "thread_name")
-        assert list(event["args"]) == ["name"]
+        wanted = {"process_name": "name", "thread_name": "name", "process_labels": "labels"}
+        assert list(event["args"]) == [wanted[event["name"]]]
     elif phase == "C":
         assert event["args"]
         assert all(type(value) in (int, float) for value in event["args"].values()), event
@@ -82,6 +82,7 @@ def test_steps_requests_and_counters_are_in_the_trace(serve: Serve, tmp_path: Pa
             trace.close()
 
     path = tmp_path / "trace.json"
+    opened = time.monotonic()
     trace = Trace(str(path), 2**20)
     asyncio.run(test())
     told = read(path)
@@ -94,6 +95,8 @@ def test_steps_requests_and_counters_are_in_the_trace(serve: Serve, tmp_path: Pa
     assert {event["args"]["output_tokens"] for event in ended} == {5}
     assert {event["args"]["max_tokens"] for event in began} == {5}
     assert {"queue", "decode"} <= {event["name"] for event in told}
+    [labels] = [event["args"]["labels"] for event in told if event["name"] == "process_labels"]
+    assert opened - 1e-3 < float(labels.removeprefix(BEGAN)) <= time.monotonic()
     assert "secret" not in path.read_text()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
@@ -147,7 +150,7 @@ def stepped(trace: Trace, number: int) -> None:
 def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     trace = Trace(str(path), 2**20, began=0.0)
-    assert len(read(path)) == 2, "it names its tracks from the start"
+    assert len(read(path)) == 3, "it names its tracks and its clock from the start"
     stepped(trace, 1)
     end = time.monotonic() + PATIENCE
     while not any(event["ph"] == "X" for event in read(path)):

@@ -41,9 +41,37 @@ def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
 def test_the_front_delays_what_comes_in_and_what_goes_out() -> None:
     front = Front(per_request=0.1, delivery=0.2)
     journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 1), (0.0, 10, 1)))
-    assert journal.first[0] == pytest.approx(0.1 + 0.020 + 0.2)
+    assert journal.first[0] == pytest.approx(0.1 + 0.020 + 0.2 + 0.1)
     # One after another through the door.
-    assert journal.first[1] == pytest.approx(0.2 + 0.020 + 0.2)
+    assert journal.first[1] == pytest.approx(0.2 + 0.020 + 0.2 + 0.1)
+
+
+def test_the_more_rows_a_step_has_the_later_all_of_them_are_with_their_clients() -> None:
+    front = Front(delivery=0.01, per_row=0.001)
+    # Both are in the third step, the first one in the two before it alone.
+    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 3), (0.021, 10, 1)))
+    alone, together = 0.010 + 0.001, 0.010 + 0.002
+    assert journal.first[0] == pytest.approx(0.020 + alone)
+    assert journal.last[0] == pytest.approx(0.020 + 0.011 + 0.021 + together)
+    assert journal.first[1] == journal.last[0]
+    assert list(journal.gaps) == pytest.approx([0.011, 0.021 + 0.001])
+
+
+def test_an_answer_that_begins_or_ends_keeps_the_others_of_its_step_waiting() -> None:
+    front = Front(per_request=0.004)
+    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 2), (0.014, 10, 3)))
+    # The first begins alone; then it ends in the step in which the other begins.
+    assert journal.first[0] == pytest.approx(0.004 + 0.020 + 0.004)
+    assert journal.last[0] == pytest.approx(0.024 + 0.021 + 2 * 0.004)
+    assert journal.first[1] == journal.last[0]
+
+
+def test_what_a_step_says_comes_after_what_the_step_before_said() -> None:
+    # Two answers end in the second step and keep each other for 0.2 s, the third step has one row.
+    load = arrivals((0.0, 10, 2), (0.0, 10, 2), (0.0, 10, 3))
+    journal = play(Plant(setup(front=Front(delivery=0.01, per_request=0.1))), load)
+    assert journal.last[2] >= journal.last[0]
+    assert min(journal.gaps) >= 0.0
 
 
 def test_a_closed_loop_asks_again_when_it_is_answered_and_has_thought() -> None:

@@ -65,7 +65,7 @@ def setups(draw: st.DrawFn) -> Setup:
         page_size=page_size,
         pages=draw(st.integers(140, 400)) // page_size,
         timing=ScatteredTiming(timing, 0.2, 1) if draw(st.booleans()) else timing,
-        front=Front(1e-3, 2e-3) if draw(st.booleans()) else Front(),
+        front=Front(1e-3, 2e-3, 3e-4) if draw(st.booleans()) else Front(),
         admission=draw(st.sampled_from(["expected", "guaranteed", "unchecked"])),
         policy=draw(st.sampled_from(["fair", "fcfs", "priority"])),
         prefix_caching=draw(st.booleans()),

@@ -254,7 +254,7 @@ class CostModel:
     def _fit(self) -> None:
         least = math.inf
         for knee, gram, moment in zip(self._knees.tolist(), self._gram, self._moment, strict=True):
-            solution = _least_squares(gram, moment)
+            solution = least_squares(gram, moment)
             left = float(self._squares - 2.0 * moment @ solution + solution @ gram @ solution)
             # A higher knee must explain more than chance does.
             chance = 4.0 * max(left / self._squares, 1e-4)
@@ -266,8 +266,8 @@ class CostModel:
         self._fitted_at = self.samples
 
 
-def _least_squares(gram: Matrix, moment: Matrix) -> Matrix:
-    """The solution of the normal equations without what would be negative."""
+def least_squares(gram: Matrix, moment: Matrix) -> Matrix:
+    """The solution of the normal equations without what would be negative: that is 0."""
     active = list(range(len(moment)))
     solution = np.zeros(len(moment))
     while active:

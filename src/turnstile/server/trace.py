@@ -33,6 +33,8 @@ _GATHER = 0.25
 _ENGINE, _REQUESTS = 1, 2
 """The two groups of tracks: Chrome calls them processes."""
 _END = b"\n]\n"
+BEGAN = "ts 0 is second "
+"""Begins the label that says when that was on ``time.monotonic``'s clock."""
 
 _encode = msgspec.json.Encoder().encode
 
@@ -112,10 +114,14 @@ class Trace:
         self._thread.start()
 
     def _head(self) -> list[bytes]:
-        names = {_ENGINE: "engine", _REQUESTS: "requests"}
+        """The names of the tracks; and when ``ts`` was 0, for who has times of another process."""
+        told = [
+            (_ENGINE, "process_name", {"name": "engine"}),
+            (_REQUESTS, "process_name", {"name": "requests"}),
+            (_ENGINE, "process_labels", {"labels": f"{BEGAN}{self._began:.6f}"}),
+        ]
         return [
-            _encode({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-            for pid, name in names.items()
+            _encode({"ph": "M", "pid": pid, "name": name, "args": args}) for pid, name, args in told
         ]
 
     # -- what happens -------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Learn from one measured run what the engine's own fit does not know: what is around the engine.
+"""Find the machine with which a simulated run ends as a measured one.
 
 A pattern search over a few positive numbers: each in turn is made larger and smaller by a factor,
 what makes the simulated run more like the measured one is kept, and the factor shrinks.
@@ -8,14 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
-from turnstile.simulate.calibrate import Calibration, CalibrationError, calibrated
+from turnstile.simulate.calibrate import CalibrationError
 from turnstile.simulate.figures import Figures
-from turnstile.simulate.load import Load
-from turnstile.simulate.run import Plant, simulate
-from turnstile.simulate.setup import Front
 
 Parameters = dict[str, float]
 
@@ -82,22 +78,3 @@ def descend(
                 go(name, 1.0 / factor)
         factor = math.sqrt(factor)
     return best, least
-
-
-def fit_front(
-    known: Calibration, load: Load, measured: Mapping[str, Any], rounds: int = 4
-) -> tuple[Calibration, float]:
-    """A calibration with the front that makes ``load`` end as measured.
-
-    Returns the calibration and the remaining :func:`distance`.
-    """
-
-    def apply(parameters: Parameters) -> Calibration:
-        return replace(known, front=Front(**parameters))
-
-    def loss(parameters: Parameters) -> float:
-        return distance(simulate(Plant(calibrated(apply(parameters))), load), measured)
-
-    start = {"per_request": 5e-4, "delivery": 3e-3}
-    best, least = descend(loss, start, rounds=rounds)
-    return apply(best), math.sqrt(least)

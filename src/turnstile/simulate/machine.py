@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from typing import Protocol
 
 from turnstile.core.admission import NeverFitsError, check_lengths
 from turnstile.core.cost import StepCost, read_again
-from turnstile.core.plan import Chunk, Outcome, Plan
+from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence
 from turnstile.simulate.door import Door
 from turnstile.simulate.fast_forward import FastForward, exact_weight
@@ -171,9 +172,9 @@ class TurnstileMachine:
                 break
             scheduler.cost.observe(cost, seconds)
             journal.step(seconds, work, scheduler.pool.num_held)
-            told = end + self.setup.front.delivery
-            journal.gap(told - self._told_at, cost.batch)
-            self._told_at, now = told, end
+            before, told = self._told_at, self._tell(end, cost.batch)
+            journal.gap(told - before, cost.batch)
+            now = end
         return now
 
     def complete(self, now: float) -> list[tuple[int, float]]:
@@ -181,15 +182,17 @@ class TurnstileMachine:
         outcomes = [self._draw(chunk) for chunk in plan.chunks]
         steady = scheduler.attendance.absent.batch
         progress = scheduler.commit(plan, outcomes, now, self._seconds)
-        told = now + self.setup.front.delivery
+        rows = (*progress, *scheduler.take_ended())
+        before = self._told_at
+        told = self._tell(now, steady + sum(bool(r.tokens) for r in rows), self._turning(rows))
         over: list[tuple[int, float]] = []
         happened = scheduler.take_events()
         if self.door is not None:
             self.door.stepped(scheduler, happened)
-        for row in (*progress, *scheduler.take_ended()):
+        for row in rows:
             index = int(row.sequence.request.id)
             if row.tokens:
-                steady += self.journal.token(index, told, self._told_at)
+                steady += self.journal.token(index, told, before)
                 if self.door is not None:
                     self.door.drew(index, now)
             if row.finish is not None:
@@ -199,10 +202,26 @@ class TurnstileMachine:
                 self.journal.finish(index, told, row.sequence, row.finish is FinishReason.ERROR)
                 over.append((index, told))
         if steady:
-            self.journal.gap(told - self._told_at, steady)
-        self._told_at = told
+            self.journal.gap(told - before, steady)
         self.journal.events(happened)
         return over
+
+    def _tell(self, now: float, rows: int, turning: int = 0) -> float:
+        """When so many rows of a step that ends ``now`` are with their clients: not before those of
+        the step before.
+        """
+        told = now + self.setup.front.delay(rows, turning)
+        self._told_at = max(self._told_at, told)
+        return self._told_at
+
+    def _turning(self, rows: Iterable[Progress]) -> int:
+        """With how many of these rows an answer begins or ends."""
+        first = self.journal.first
+        return sum(
+            row.finish is not None
+            or (bool(row.tokens) and math.isnan(first[int(row.sequence.request.id)]))
+            for row in rows
+        )
 
     def _draw(self, chunk: Chunk) -> Outcome:
         if not chunk.samples:

@@ -18,18 +18,32 @@ from turnstile.simulate.timing import KnownCost, StepTiming
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """What is around the engine: the API process and the client, as fixed delays.
+    """What is around the engine: the API process and the client, which do one thing after another.
+
+    A step's rows come to the API process in one message. Each is text and bytes for one client, and
+    all are on their way before any is read: the more rows, the later all of them. A row with which
+    an answer begins or ends is as much work as a request at the door.
 
     Attributes
     ----------
     per_request
-        Seconds of the API process for each request before the engine sees it, one after another.
+        Seconds of the API process for each request before the engine sees it, one after another;
+        and seconds by which each row that is an answer's first or last delays those of its step.
     delivery
-        Seconds from the end of a step to its tokens at the client.
+        Seconds from the end of a step to the client, however few rows it has.
+    per_row
+        Seconds by which each row of a step delays them all, in the mean.
     """
 
     per_request: float = 0.0
     delivery: float = 0.0
+    per_row: float = 0.0
+
+    def delay(self, rows: int, turning: int = 0) -> float:
+        """Seconds from the end of a step to the clients: it has so many rows, of which so many are
+        the first or the last of an answer.
+        """
+        return self.delivery + self.per_row * rows + self.per_request * turning
 
 
 class SetupError(ValueError):

@@ -112,11 +112,13 @@ class StaticMachine:
         if not self._batch:
             return []  # the end of a wait
         journal, step = self.journal, self._step
-        told = now + self.setup.front.delivery
+        outputs = [int(self.load.outputs[index]) for index in self._batch]
+        rows, ends = sum(step < o for o in outputs), sum(step == o - 1 for o in outputs)
+        told = now + self.setup.front.delay(rows, rows if step == 0 else ends)
+        told = max(told, self._told_at)
         over: list[tuple[int, float]] = []
         steady = 0
-        for index in self._batch:
-            output = int(self.load.outputs[index])
+        for index, output in zip(self._batch, outputs, strict=True):
             if step < output:
                 steady += journal.token(index, told, self._told_at)
             if step == output - 1:

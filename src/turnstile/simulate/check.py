@@ -1,0 +1,205 @@
+"""Real runs against simulated ones: what was measured, the same simulated, and the table of both.
+
+The runs come in rounds: new servers, and every load once, W1 first. A round is simulated with what
+its own W1 has taught and nothing else; real medians over the rounds stand against simulated ones
+(:mod:`turnstile.simulate.verdict`). ``scripts/validate_simulator.py`` makes the real runs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from turnstile.simulate.calibrate import Calibration, calibrated
+from turnstile.simulate.cases import Case, cases
+from turnstile.simulate.figures import Figures, measure
+from turnstile.simulate.run import Plant, play
+from turnstile.simulate.verdict import Verdict, find_pace, pace_of, values, verdicts
+
+FORMAT = "turnstile-simulator-check-3"
+
+
+class CheckError(ValueError):
+    """This is no check that can be judged; the message says why."""
+
+
+@dataclass(frozen=True)
+class Round:
+    """Every load once, one after another.
+
+    Attributes
+    ----------
+    known
+        What W1 has taught of the machine, in this round.
+    rate
+        Of the Poisson arrivals: 80 % of what this W1 got through.
+    runs
+        Figures of each run, by the name of its case.
+    before
+        The cases that each run's server had had before, by the name of its case.
+    """
+
+    known: Calibration
+    rate: float
+    runs: dict[str, Figures]
+    before: dict[str, list[str]]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """All that was measured."""
+
+    when: str
+    cores: int
+    requests: int
+    """Of each run."""
+    rounds: list[Round]
+
+    def write(self, path: Path, **more: Any) -> None:
+        """Keep it for :meth:`read`, with whatever else is of interest."""
+        path.write_text(json.dumps({"format": FORMAT} | asdict(self) | more, indent=1) + "\n")
+
+    @classmethod
+    def read(cls, path: Path) -> Measured:
+        """What :meth:`write` wrote. Raises :class:`CheckError`."""
+        try:
+            content = json.loads(path.read_text("utf-8"))
+            if content.pop("format", None) != FORMAT:
+                raise CheckError(f"{path} is not of the format {FORMAT}.")
+            names = cls.__dataclass_fields__
+            told = {name: content[name] for name in names}
+            told["rounds"] = [
+                Round(**each | {"known": Calibration.of(each["known"])}) for each in told["rounds"]
+            ]
+        except (OSError, KeyError, TypeError) as error:
+            raise CheckError(f"{path} cannot be read: {error}") from None
+        return cls(**told)
+
+
+@dataclass
+class Outcome:
+    """The real runs of a case, and a simulated one for each, after the same history.
+
+    ``paces`` is how much longer the steps of each real run took than those W1 foretold, and
+    ``paced`` what is simulated where that is given: a diagnosis of what is left besides.
+    """
+
+    case: Case
+    real: list[Figures] = field(default_factory=list)
+    simulated: list[Figures] = field(default_factory=list)
+    paces: list[float] = field(default_factory=list)
+    paced: list[Mapping[str, Any]] = field(default_factory=list)
+
+    @property
+    def verdicts(self) -> list[Verdict]:
+        """Of all its figures."""
+        return verdicts(self.real, self.simulated)
+
+
+def simulate_all(measured: Measured, tell: Callable[[str], None]) -> list[Outcome]:
+    """Every run once more, each round with what its own W1 has taught."""
+    outcomes: dict[str, Outcome] = {}
+    for number, each in enumerate(measured.rounds, start=1):
+        tell(f"simulating round {number} of {len(measured.rounds)}")
+        planned = {case.name: case for case in cases(measured.requests, each.rate)}
+        # Of a pass the engine counts the seconds, and what is foretold is the turn around it.
+        around: float | None = None
+        for name, case in planned.items():
+            if name not in each.runs:
+                continue
+            real = each.runs[name]
+            outcome = outcomes.setdefault(name, Outcome(case))
+            at = partial(simulate_run, case, each.known, [planned[b] for b in each.before[name]])
+            simulated = at(1.0)
+            around = around or pace_of(real, simulated)
+            pace, paced = find_pace(at, real, around)
+            outcome.real.append(real)
+            outcome.simulated.append(simulated)
+            outcome.paces.append(pace)
+            outcome.paced.append(paced)
+    return list(outcomes.values())
+
+
+def simulate_run(case: Case, known: Calibration, before: Seq[Case], pace: float = 1.0) -> Figures:
+    """Figures of a case on the machine that is known, whose steps take ``pace`` times as long."""
+    setup = replace(calibrated(known.scaled(pace)), past_outputs=case.answers_before(before))
+    if case.num_pages is not None:
+        setup = replace(setup, num_pages=case.num_pages)
+    load = case.load()
+    journal = play(Plant(setup), load)
+    figures = measure(journal, load, setup.num_pages, None)
+    counted = {"steps": journal.steps, "busy_s": journal.busy, "preemptions": journal.preemptions}
+    return figures | counted
+
+
+def table(outcomes: Seq[Outcome], measured: Measured) -> str:
+    """What was measured and simulated, figure by figure, as Markdown."""
+    lines = [
+        _describe(measured),
+        "",
+        "| run | figure | real | simulated | error | allowed | |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for outcome in outcomes:
+        case = outcome.case
+        for number, v in enumerate(outcome.verdicts):
+            name = f"**{case.name}**: {case.about}" if number == 0 else ""
+            allowed = f"{v.allowed:.0%}{' (spread)' if v.allowed > v.tolerance else ''}"
+            mark = "ok" if v.right else "**off**"
+            cells = (
+                name, v.label, _told(v.real), _told(v.simulated), f"{v.error:+.1%}", allowed, mark,
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+        for counted in ("preemptions", "steps"):
+            real, ours = (values(runs, (counted,)) for runs in (outcome.real, outcome.simulated))
+            lines.append(f"| | {counted} | {_told(real)} | {_told(ours)} | | | |")
+        lines.append(f"| | pace of the steps | {_told(outcome.paces)} | 1 | | | |")
+    return "\n".join([*lines, "", _sum_up(outcomes)]) + "\n"
+
+
+def _sum_up(outcomes: Seq[Outcome]) -> str:
+    judged = [v for outcome in outcomes for v in outcome.verdicts]
+    paced = [v for outcome in outcomes for v in verdicts(outcome.real, outcome.paced)]
+    return (
+        f"{sum(v.right for v in judged)} of {len(judged)} figures within what is allowed, "
+        f"{sum(abs(v.error) <= v.tolerance for v in judged)} of them within the tolerance itself; "
+        f"{sum(v.right for v in paced)} where the simulator is told the pace of each run, and "
+        f"{sum(abs(v.error) <= v.tolerance for v in paced)} of those within the tolerance itself."
+    )
+
+
+def _describe(measured: Measured) -> str:
+    """What was measured, and what each W1 has taught, in a paragraph."""
+    fits = [each.known.coefficients for each in measured.rounds]
+    fronts = [each.known.front for each in measured.rounds]
+    steps, tokens = _told(f.alpha * 1e3 for f in fits), _told(f.beta * 1e6 for f in fits)
+    pairs, sequences = _told(f.gamma * 1e9 for f in fits), _told(f.delta * 1e6 for f in fits)
+    reads = _told((f.gamma if f.epsilon is None else f.epsilon) * 1e9 for f in fits)
+    knees = _told(f.knee for f in fits)
+    return (
+        f"{measured.requests} requests a run, {len(measured.rounds)} rounds of every load, "
+        f"measured {measured.when} UTC, {measured.cores} cores, client on the same cores. "
+        f"What W1 has taught in each round: {steps} ms a step, {tokens} µs a token (but {knees} "
+        f"cost as many as fewer), {pairs} ns a query-key pair of a prompt, {reads} ns a token that "
+        f"decoding rows read, {sequences} µs a sequence; "
+        f"{_told(f.per_request * 1e6 for f in fronts)} µs a request at the door and a first or "
+        f"last token, {_told(f.delivery * 1e3 for f in fronts)} ms to the client and "
+        f"{_told(f.per_row * 1e6 for f in fronts)} µs for each row of the step. "
+        f"Poisson arrivals: {_told(each.rate for each in measured.rounds)} a second."
+    )
+
+
+def _told(numbers: Iterable[float]) -> str:
+    """What was measured or simulated, once where it is always the same."""
+    texts = [f"{number:.4g}" for number in numbers]
+    return " / ".join(texts if len(set(texts)) > 1 else texts[:1])
+
+
+def right(outcomes: Iterable[Outcome]) -> bool:
+    """Whether every figure is within what is allowed."""
+    return all(v.right for outcome in outcomes for v in outcome.verdicts)

@@ -1,0 +1,100 @@
+"""The check against real runs: what is simulated for them, and what the table says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from turnstile.core.cost import Coefficients
+from turnstile.simulate.calibrate import Calibration
+from turnstile.simulate.cases import KEYS, cases
+from turnstile.simulate.check import (
+    CheckError,
+    Measured,
+    Round,
+    right,
+    simulate_all,
+    simulate_run,
+    table,
+)
+from turnstile.simulate.setup import Front
+
+SIZE = 30
+KNOWN = Calibration(
+    source="a test",
+    coefficients=Coefficients(3e-3, 1e-4, 1e-7, 4e-5, 5e-7),
+    front=Front(1e-4, 5e-4, 2e-5),
+    engine={"num_pages": 2000, "page_size": 16},
+)
+
+
+@cache
+def measured() -> Measured:
+    """Two rounds on a machine that is twice as slow in the second one."""
+    rounds = []
+    for pace in (1.0, 2.0):
+        known, rate = KNOWN.scaled(pace), 20.0 / pace
+        planned = {case.name: case for case in cases(SIZE, rate)}
+        before = {"W1": [], "tiny pool": [], "flood": [], "Poisson": ["W1"]}
+        runs = {
+            name: simulate_run(planned[name], known, [planned[b] for b in earlier])
+            for name, earlier in before.items()
+        }
+        rounds.append(Round(known, rate, runs, before))
+    return Measured("2026-11-30 12:00", 2, SIZE, rounds)
+
+
+def test_each_round_is_simulated_with_what_its_own_w1_has_taught() -> None:
+    told: list[str] = []
+    outcomes = simulate_all(measured(), told.append)
+    assert told == ["simulating round 1 of 2", "simulating round 2 of 2"]
+    assert [o.case.name for o in outcomes] == ["W1", "Poisson", "flood", "tiny pool"]
+    for outcome in outcomes:
+        assert outcome.simulated == outcome.real
+        assert outcome.paces == pytest.approx([1.0, 1.0], rel=0.01)
+    assert right(outcomes)
+
+
+def test_what_was_measured_survives_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "raw.json"
+    measured().write(path, simulated={})
+    assert Measured.read(path) == measured()
+    path.write_text("{}")
+    with pytest.raises(CheckError, match="format"):
+        Measured.read(path)
+
+
+def test_the_table_shows_every_figure_and_counts_those_that_are_right() -> None:
+    whole = measured()
+    slower = [
+        replace(each, runs={name: _slower(run) for name, run in each.runs.items()})
+        for each in whole.rounds
+    ]
+    outcomes = simulate_all(replace(whole, rounds=slower), lambda text: None)
+    text = table(outcomes, whole)
+    assert not right(outcomes)
+    assert text.count("**off**") == 4  # the throughput of each
+    assert "| | preemptions |" in text
+    assert "32 of 36 figures within what is allowed" in text
+
+
+def _slower(figures: dict[str, float]) -> dict[str, float]:
+    return figures | {"output_throughput": figures["output_throughput"] / 3.0}
+
+
+def test_the_loads_are_those_that_are_sent() -> None:
+    by_name = {case.name: case for case in cases(SIZE, 5.0)}
+    assert next(iter(by_name)) == "W1"
+    assert {len(case.load()) for case in by_name.values()} == {SIZE}
+    flood = by_name["flood"].load()
+    assert [tenant.name for tenant in flood.tenants] == list(KEYS)
+    assert sum(flood.due == 0.0) == 24
+    assert {flood.tenant(i).name for i in range(len(flood)) if flood.due[i] == 0.0} == {KEYS[0]}
+    assert by_name["tiny pool"].num_pages == 256
+    given = by_name["Poisson"].answers_before([by_name["W1"]])["default"]
+    alone = by_name["Poisson"].answers_before([])["default"]
+    assert len(given) == len(alone) + SIZE
+    assert given[-SIZE:] == by_name["W1"].load().outputs.tolist()
