@@ -15,7 +15,8 @@ arrays, so that a hit leaves the middle of the list as cheaply as an eviction le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from enum import IntEnum
 
 _NONE = -1
 
@@ -26,6 +27,19 @@ class OutOfPagesError(RuntimeError):
 
 class AuditError(AssertionError):
     """The pool's books do not balance."""
+
+
+class PageState(IntEnum):
+    """What a page is, for whoever draws the pool: the three states, and what is held finer."""
+
+    FREE = 0
+    CACHED = 1
+    HELD = 2
+    """By one table, and its content is nobody else's to find."""
+    PUBLISHED = 3
+    """By one table, and others may find it: it will be cached when it is released."""
+    SHARED = 4
+    """By several tables."""
 
 
 class PageTable:
@@ -43,6 +57,18 @@ class PageTable:
 
     def __len__(self) -> int:
         return len(self.pages)
+
+
+class PageChanges:
+    """What has happened to a pool since somebody began to note it: the ``pages`` that may be in
+    another state than then, and the tables that were ``cleared`` (all others only grew).
+    """
+
+    __slots__ = ("cleared", "pages")
+
+    def __init__(self) -> None:
+        self.pages: set[int] = set()
+        self.cleared: set[PageTable] = set()
 
 
 class PagePool:
@@ -75,6 +101,8 @@ class PagePool:
         self.num_entries = 0
         """Pages in all tables, those in several counted for each."""
         self.evictions = 0
+        self.changes: PageChanges | None = None
+        """Where changes are noted, while somebody watches."""
         self._refcount = [0] * num_pages
         self._published = bytearray(num_pages)
         self._shared = bytearray(num_pages)
@@ -118,6 +146,22 @@ class PagePool:
         """The only holder of ``page``; None once it is shared, or held by nobody."""
         return self._owner[page]
 
+    def state(self, page: int) -> PageState:
+        """What ``page`` is now."""
+        count = self._refcount[page]
+        if count > 1:
+            return PageState.SHARED
+        if count:
+            return PageState.PUBLISHED if self._published[page] else PageState.HELD
+        return PageState.FREE if self._next[page] == _NONE else PageState.CACHED
+
+    def cached_latest_first(self) -> Iterator[int]:
+        """The cached pages, from the one that was released last to the one that goes first."""
+        page = self._previous[self.num_pages]
+        while page != self.num_pages:
+            yield page
+            page = self._previous[page]
+
     # -- commands -------------------------------------------------------------------------------
 
     def append(self, table: PageTable) -> int:
@@ -138,10 +182,13 @@ class PagePool:
         table.pages.append(page)
         table.private += 1
         self.num_entries += 1
+        if self.changes is not None:
+            self.changes.pages.add(page)
         return page
 
     def hold(self, table: PageTable, pages: Iterable[int]) -> None:
         """Append pages with valid content (cache hits, a fork's prefix) to ``table``."""
+        before = len(table.pages)
         for page in pages:
             count = self._refcount[page]
             if count == 0:
@@ -153,6 +200,8 @@ class PagePool:
             self._refcount[page] = count + 1
             table.pages.append(page)
             self.num_entries += 1
+        if self.changes is not None:
+            self.changes.pages.update(table.pages[before:])
 
     def fork(self, source: PageTable, target: PageTable, tokens: int) -> list[tuple[int, int]]:
         """Let the empty ``target`` have the first ``tokens`` tokens of ``source``: full pages are
@@ -167,10 +216,15 @@ class PagePool:
         if self._refcount[page] == 0:
             raise ValueError(f"Page {page} is held by nobody and cannot be published.")
         self._published[page] = 1
+        if self.changes is not None:
+            self.changes.pages.add(page)
 
     def clear(self, table: PageTable) -> None:
         """Release all pages of ``table``, tail first, so that chains die from the leaf."""
         self.num_entries -= len(table.pages)
+        if self.changes is not None:
+            self.changes.pages.update(table.pages)
+            self.changes.cleared.add(table)
         while table.pages:
             self._release(table.pages.pop(), table)
         table.private = 0
@@ -178,6 +232,8 @@ class PagePool:
     def drop_cached(self) -> int:
         """Turn every cached page into a free one; returns how many there were."""
         dropped = self.num_cached
+        if self.changes is not None:
+            self.changes.pages.update(self.cached_latest_first())
         while self.num_cached:
             page = self._next[self.num_pages]
             self._unlink(page)
@@ -260,6 +316,10 @@ class PagePool:
         published. O(pages).
         """
         n = self.num_pages
+        if self.changes is not None:
+            tables = list(tables)
+            self.changes.pages.update(range(n))
+            self.changes.cleared.update(tables)
         self._refcount, self._published, self._shared = [0] * n, bytearray(n), bytearray(n)
         self._owner = [None] * n
         self._next, self._previous = [_NONE] * n + [n], [_NONE] * n + [n]

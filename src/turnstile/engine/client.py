@@ -156,6 +156,12 @@ class EngineClient(ABC):
         way to unsubscribe. A listener must be quick and must not raise.
         """
 
+    def watch(self, interval: float | None) -> None:  # noqa: B027 - not every engine has pages
+        """Have a picture of pages and slots (:class:`~turnstile.engine.protocol.Picture`) come with
+        the steps, one every ``interval`` seconds; None: no more. Asked again, or after the engine
+        was started anew, the next one is whole.
+        """
+
     @property
     @abstractmethod
     def healthy(self) -> bool:

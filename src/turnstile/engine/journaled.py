@@ -25,6 +25,7 @@ from turnstile.engine.protocol import (
     Row,
     Snapshot,
     StepResult,
+    Watch,
 )
 
 _POLL = 0.02
@@ -126,6 +127,8 @@ class JournaledClient(EngineClient):
         self._outlets: dict[int, Outlet] = {}
         """Those of all samples, by their numbers."""
         self._listeners: list[Callable[[StepResult], None]] = []
+        self._interval: float | None = None
+        """Seconds between two pictures, while somebody watches."""
 
     # -- what a subclass does ---------------------------------------------------------------------
 
@@ -177,6 +180,10 @@ class JournaledClient(EngineClient):
 
     def reset_prefix_cache(self) -> None:
         self._send(Control("reset_prefix_cache"))
+
+    def watch(self, interval: float | None) -> None:
+        self._interval = interval
+        self._send(Watch(interval))
 
     def subscribe(self, listener: Callable[[StepResult], None]) -> Callable[[], None]:
         self._listeners.append(listener)

@@ -30,17 +30,20 @@ from turnstile.core.scheduler import Scheduler
 from turnstile.core.speculation import NO_DRAFTS, Drafter
 from turnstile.engine.executor import ChunkResult, Executor
 from turnstile.engine.gauges import Gauges
+from turnstile.engine.painter import Painter
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import (
     Cancel,
     Command,
     Control,
     Draws,
+    Picture,
     Resume,
     Row,
     Snapshot,
     StepResult,
     Submit,
+    Watch,
 )
 from turnstile.engine.wording import counted
 from turnstile.text.errors import TextError
@@ -89,6 +92,8 @@ class StepLoop:
         self._repaired_at: list[int] = []
         self._gauges = Gauges()
         self._turn_began: float | None = None
+        self._painter: Painter | None = None
+        """Draws the pool for those who watch it, while somebody does."""
 
     @property
     def has_work(self) -> bool:
@@ -109,8 +114,15 @@ class StepLoop:
                 self.scheduler.queue.resume(command.tenants, command.level)
             case Control(action="reset_prefix_cache"):
                 self.scheduler.cache.clear()
+            case Watch():
+                self._watch(command.interval)
             case Control():
                 pass
+
+    def _watch(self, interval: float | None) -> None:
+        if self._painter is not None:
+            self._painter.close()
+        self._painter = None if interval is None else Painter(self.scheduler, interval)
 
     def _submit(self, command: Submit) -> None:
         try:
@@ -251,7 +263,19 @@ class StepLoop:
             self._untold = False
             snapshot = self.snapshot()
             self._gauges.told(snapshot)
-            self._emit(StepResult(self.epoch, plan.step, rows, members, snapshot, events, draws))
+            picture = None if self._painter is None else self._paint(self._painter, plan)
+            self._emit(
+                StepResult(self.epoch, plan.step, rows, members, snapshot, events, draws, picture)
+            )
+
+    def _paint(self, painter: Painter, plan: Plan) -> Picture | None:
+        try:
+            return painter.paint(self._clock(), at_rest=not plan)
+        except Exception:
+            # Books that do not balance, most likely. Looking at them must not end a request.
+            logger.exception("The pool cannot be drawn; whoever watches sees no more of it")
+            self._watch(None)
+            return None
 
     def snapshot(self) -> Snapshot:
         """Counters and gauges of now."""

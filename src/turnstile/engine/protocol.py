@@ -87,7 +87,15 @@ class Resume(msgspec.Struct, array_like=True, tag="resume"):
     level: float
 
 
-Command = Submit | Cancel | Control | Resume
+class Watch(msgspec.Struct, array_like=True, tag="watch"):
+    """Somebody looks at the live map: send a :class:`Picture` every ``interval`` seconds, the first
+    one whole. None: nobody does any more.
+    """
+
+    interval: float | None
+
+
+Command = Submit | Cancel | Control | Resume | Watch
 
 
 class Commands(msgspec.Struct, array_like=True):
@@ -222,6 +230,41 @@ class Snapshot(msgspec.Struct, array_like=True, gc=False):
     """Of the ``draft_tokens``, those that were right."""
 
 
+class Occupant(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Who has come into a slot; ``name`` is what the pictures that follow call it."""
+
+    name: int
+    request_id: str
+    sample_index: int
+    tenant: str
+    prompt_tokens: int
+
+
+class Picture(msgspec.Struct, array_like=True, gc=False):
+    """Pages and slots at a step boundary: all of it (``whole``), or what has changed since the
+    picture before.
+    """
+
+    whole: bool
+    entered: list[Occupant]
+    left: list[int]
+    """Names of those that have no slot any more."""
+    running: list[int]
+    """All who have one, in order of admission; ``computed`` and ``totals`` are theirs."""
+    computed: list[int]
+    """Tokens whose K and V are in the pages."""
+    totals: list[int]
+    """Tokens known: the prompt, and what was drawn."""
+    tables: list[tuple[int, bool, list[int]]]
+    """A name and pages: its page table from the beginning (True), or what it has grown by."""
+    pages: list[int]
+    """Pages of which ``states`` tells, a byte each (:class:`turnstile.core.pages.PageState`). The
+    cached ones come last, in the order in which they will be given away, all those cached before
+    going first.
+    """
+    states: bytes
+
+
 class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):
     """The rows of the step that ended, and the members of the one that starts now.
 
@@ -236,6 +279,8 @@ class StepResult(msgspec.Struct, array_like=True, tag="step", gc=False):
     snapshot: Snapshot
     events: list[tuple[str, list[object]]] = []
     draws: Draws | None = None
+    picture: Picture | None = None
+    """While somebody watches, and it is time for one."""
 
 
 class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):

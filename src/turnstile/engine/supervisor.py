@@ -225,6 +225,8 @@ class ProcessEngine(JournaledClient):
             going_on = counted(len(self._journal.entries), "request")
             logger.info("Engine %d is ready; going on with %s.", info.epoch, going_on)
             self._send(self._accounts.resume())
+        if self._interval is not None:
+            self.watch(self._interval)
         self._submit_admitted()
 
     # -- death and recovery -----------------------------------------------------------------------
