@@ -25,6 +25,7 @@ from turnstile.engine.client import (
 from turnstile.engine.protocol import (
     CostModel,
     EngineInfo,
+    Picture,
     Row,
     Snapshot,
     StepResult,
@@ -136,6 +137,7 @@ class FakeEngine(EngineClient):
         self.resets = 0
         self.alive = True
         self.epoch = 1
+        self.watched: list[float | None] = []
         self._listeners: list[Callable[[StepResult], None]] = []
         self._queue: list[_Sample] = []
         self._running: list[_Sample] = []
@@ -188,6 +190,19 @@ class FakeEngine(EngineClient):
 
     def reset_prefix_cache(self) -> None:
         self.resets += 1
+
+    def watch(self, interval: float | None) -> None:
+        self.watched.append(interval)
+
+    def show(self, picture: Picture, epoch: int | None = None) -> None:
+        """Send a picture, with a step in which nothing else happened."""
+        for listener in list(self._listeners):
+            listener(
+                StepResult(
+                    epoch or self.epoch, self._step, [], [("somebody", 0)], self.snapshot,
+                    picture=picture,
+                )
+            )  # fmt: skip
 
     def subscribe(self, listener: Callable[[StepResult], None]) -> Callable[[], None]:
         self._listeners.append(listener)

@@ -110,17 +110,30 @@ class Raw:
         cls, port: int, path: str, body: dict[str, Any], *, window: int | None = None
     ) -> Raw:
         """Send a request; ``window`` is the room for its answer, in bytes."""
+        content = json.dumps(body).encode()
+        return await cls.send(
+            port,
+            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (path.encode(), len(content), content),
+            window,
+        )
+
+    @classmethod
+    async def get(cls, port: int, path: str, *, window: int | None = None) -> Raw:
+        """The same for what has no body."""
+        head = b"GET %b HTTP/1.1\r\nhost: localhost\r\n\r\n" % path.encode()
+        return await cls.send(port, head, window)
+
+    @classmethod
+    async def send(cls, port: int, request: bytes, window: int | None) -> Raw:
+        """Send what is a request, byte by byte."""
         client = socket.socket()
         if window is not None:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
         client.setblocking(False)
         await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port))
         raw = cls(*await asyncio.open_connection(sock=client, limit=window or 1 << 16))
-        content = json.dumps(body).encode()
-        raw.writer.write(
-            b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\n\r\n%b" % (path.encode(), len(content), content)
-        )
+        raw.writer.write(request)
         await raw.writer.drain()
         return raw
 

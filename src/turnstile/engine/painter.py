@@ -93,6 +93,7 @@ class Painter:
                         sequence.index,
                         request.tenant,
                         sequence.num_prompt,
+                        request.max_tokens,
                     )
                 )
         if len(drawn) == len(running):

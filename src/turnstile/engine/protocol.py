@@ -238,6 +238,7 @@ class Occupant(msgspec.Struct, array_like=True, frozen=True, gc=False):
     sample_index: int
     tenant: str
     prompt_tokens: int
+    max_tokens: int
 
 
 class Picture(msgspec.Struct, array_like=True, gc=False):

@@ -18,11 +18,13 @@ from starlette.routing import Match, Route, Router
 from turnstile.server.access_log import log_access
 from turnstile.server.config import is_loopback
 from turnstile.server.cors import names_loopback
+from turnstile.server.dashboard import DASHBOARD_ROUTES
 from turnstile.server.docs import DOCS_ROUTES
 from turnstile.server.errors import ApiError, from_exception, internal_error
 from turnstile.server.exchange import Exchange
-from turnstile.server.routes import INFERENCE_PATHS, OPEN_PATHS, ROUTES, Handler
+from turnstile.server.routes import INFERENCE_PATHS, OPEN_PATHS, PAGE_PATHS, ROUTES, Handler
 from turnstile.server.service import Phase, Service
+from turnstile.server.watchers import Watchers
 
 logger = logging.getLogger("turnstile.server")
 
@@ -43,7 +45,10 @@ class App:
 
     def __init__(self, service: Service) -> None:
         self.service = service
-        routes = ROUTES + (DOCS_ROUTES if service.config.enable_docs else ())
+        service.watchers = Watchers(service)
+        config = service.config
+        routes = ROUTES + (DOCS_ROUTES if config.enable_docs else ())
+        routes += DASHBOARD_ROUTES if config.enable_dashboard else ()
         self._router = Router(
             routes=[
                 Route(path, _Endpoint(handler, service), methods=[method])
@@ -56,8 +61,8 @@ class App:
             (method, path): handler for method, path, handler in routes if "{" not in path
         }
         """Those of the routes without parameters, which need no search."""
-        self._quiet = service.config.quiet_paths
-        config = service.config
+        self._open = OPEN_PATHS | (PAGE_PATHS if config.enable_dashboard else frozenset())
+        self._quiet = config.quiet_paths
         self._on_loopback = config.uds is None and is_loopback(config.host)
         self._logs = not service.config.disable_access_log
 
@@ -93,7 +98,7 @@ class App:
             if exchange.method == "OPTIONS":
                 await self._preflight(exchange, origin)
                 return
-            if exchange.path not in OPEN_PATHS:
+            if exchange.path not in self._open:
                 exchange.tenant = service.keys.identify(exchange.scope["headers"])
                 self._refuse_rebound_page(exchange, origin)
             handler = self._handlers.get((exchange.method, exchange.path))

@@ -114,6 +114,8 @@ class ServerConfig:
     """Size at which the trace is turned over to FILE.1; at most twice this is on disk."""
     enable_docs: bool = True
     """Serve /docs and /openapi.json."""
+    enable_dashboard: bool = True
+    """Serve the live map of pages and slots: its page at /, and what it shows at /live."""
 
     def check(self) -> None:
         """Raise :class:`ConfigError` for what cannot work, or is unsafe and not asked for."""

@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from turnstile import __version__
+from turnstile.server.dashboard import DASHBOARD_ROUTES
 from turnstile.server.exchange import Exchange
 from turnstile.server.requests import MAX_LIMIT, STATES
-from turnstile.server.routes import OPEN_PATHS, ROUTES, Entry
+from turnstile.server.routes import OPEN_PATHS, PAGE_PATHS, ROUTES, Entry
 from turnstile.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -70,7 +71,7 @@ def build_document() -> dict[str, Any]:
     )
     by_kind = dict(zip(kinds, schemas, strict=True))
     paths: dict[str, dict[str, Any]] = {}
-    for method, path, handler in ROUTES + DOCS_ROUTES:
+    for method, path, handler in ROUTES + DASHBOARD_ROUTES + DOCS_ROUTES:
         shown = path.replace(":path}", "}")
         operation: dict[str, Any] = {
             "summary": (handler.__doc__ or "").strip().split("\n")[0],
@@ -84,7 +85,7 @@ def build_document() -> dict[str, Any]:
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in re.findall(r"{(\w+)}", shown)
         ] + _QUERIES.get(path, [])
-        if path in OPEN_PATHS:
+        if path in OPEN_PATHS | PAGE_PATHS:
             operation["security"] = []
         paths.setdefault(shown, {})[method.lower()] = operation
     return {

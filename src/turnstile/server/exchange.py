@@ -144,7 +144,7 @@ class Exchange:
             self._hold(body, limits)
         else:
             body = await self._read_in_time(limits)
-        self._watch()
+        self.watch()
         await limits.turns.wait()
         return body
 
@@ -183,7 +183,7 @@ class Exchange:
             self._limits.give_back(self._held, self.tenant.name)
             self._held = 0
 
-    def _watch(self) -> None:
+    def watch(self) -> None:
         """Cancel the calling task when the client goes away. The body must have been read."""
         task = asyncio.current_task()
         assert task is not None

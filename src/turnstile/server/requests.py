@@ -145,7 +145,7 @@ class View:
             "recomputed_tokens": sum(sample.recomputed for sample in samples),
             "crashes": max(sample.crashes for sample in samples),
             "predicted": _predicted(trail.estimate),
-            "waits": self._wait(trail),
+            "waits": self.waits(trail),
             "time": self._times(trail, end),
         }
 
@@ -191,7 +191,17 @@ class View:
 
     # -- why it waits -------------------------------------------------------------------------
 
-    def _wait(self, trail: RequestTrail) -> dict[str, object] | None:
+    def line(self) -> list[RequestTrail]:
+        """Those waiting, in the order in which they should start. Those for whom there is no engine
+        come first.
+        """
+        lost = [trail for trail in self.log.alive() if not trail.leading().handed_over]
+        found = [self.log.by_engine_id(engine_id) for engine_id, _ in self._standings()]
+        known = [trail for trail in found if trail is not None]
+        return list(dict.fromkeys([*lost, *known]))
+
+    def waits(self, trail: RequestTrail) -> dict[str, object] | None:
+        """Why a request waits, since when, behind how many, how long yet; None if it does not."""
         sample = trail.leading()
         if sample.ended is not None:
             return None

@@ -14,6 +14,8 @@ Entry = tuple[str, str, Handler]
 
 OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 """Paths that need no key: probes carry none, and they tell nothing."""
+PAGE_PATHS = frozenset({"/", "/dashboard", "/dashboard.css", "/dashboard.js", "/dashboard_map.js"})
+"""Nor do those of a page that holds no data: a browser has no key before it has the page."""
 INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 ROUTES: tuple[Entry, ...] = (

@@ -209,6 +209,7 @@ class Life:
         if service.engine.state is EngineState.DEAD:  # while it drained
             self._failed = True
         await service.engine.stop(0)
+        service.watchers.close()
         end = service.clock() + _LAST_CHUNKS
         while service.metrics.in_flight and service.clock() < end:
             await asyncio.sleep(_POLL)

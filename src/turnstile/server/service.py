@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from turnstile.core.events import Admitted, decode
 from turnstile.engine.client import EngineClient, EngineState
@@ -31,6 +32,9 @@ from turnstile.server.trace import Trace
 from turnstile.server.trails import RequestLog
 from turnstile.server.usage import Record
 
+if TYPE_CHECKING:
+    from turnstile.server.watchers import Watchers
+
 logger = logging.getLogger("turnstile.server")
 
 _BODIES_AT_ONCE = 16
@@ -52,8 +56,11 @@ class Service:
     """The server's state: configuration, engine, model, who is inside.
 
     ``model`` and ``gate`` are there from ``READY`` on; :meth:`require_model` hands them out or
-    raises the 503 that says why not.
+    raises the 503 that says why not. ``watchers``, who look at all of it, are there once there is
+    an application that lets them in.
     """
+
+    watchers: Watchers
 
     def __init__(
         self,

@@ -250,6 +250,10 @@ class RequestLog:
         """Those remembered, the last one to end first."""
         return reversed(self._ended.values())
 
+    def by_engine_id(self, engine_id: str) -> RequestTrail | None:
+        """The one alive whose prompt the engine knows by this id."""
+        return self._by_engine_id.get(engine_id)
+
     def find(self, name: str) -> list[RequestTrail]:
         """All that go by a name: ours, or the one the client sent (not unique); newest first."""
         known = [*self._ended.values(), *self._alive.values()]
