@@ -9,17 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnstile.text.tool_calls import (
-    FORMATS,
-    Arguments,
-    Begin,
-    CallReader,
-    Content,
-    ListOfCalls,
-    OnlyArguments,
-    Piece,
-    format_of,
-)
+from turnstile.text.tool_calls import Arguments, Begin, CallReader, Content, Piece
+from turnstile.text.tool_formats import FORMATS, ListOfCalls, OnlyArguments, format_of
 
 NAMES = ("f", "g")
 Read = tuple[str, list[tuple[str, str]]]

@@ -18,16 +18,8 @@ from turnstile.server.usage import Record
 from turnstile.text.errors import GrammarError, MessageError
 from turnstile.text.output import Delta
 from turnstile.text.tokenizer import Tokenizer
-from turnstile.text.tool_calls import (
-    FORMATS,
-    Begin,
-    CallReader,
-    Content,
-    ListOfCalls,
-    OnlyArguments,
-    Piece,
-    ToolFormat,
-)
+from turnstile.text.tool_calls import Begin, CallReader, Content, Piece
+from turnstile.text.tool_formats import FORMATS, ListOfCalls, OnlyArguments, ToolFormat
 from turnstile.text.tools import Tools, read_tools
 
 

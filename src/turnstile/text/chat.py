@@ -17,7 +17,7 @@ from turnstile.text.messages import (
 )
 from turnstile.text.template import CompiledTemplate, TemplateTypeError, compile_template
 from turnstile.text.tokenizer import Tokenizer
-from turnstile.text.tool_calls import format_of
+from turnstile.text.tool_formats import format_of
 from turnstile.text.tools import with_calls_written, with_tools_told
 
 _RESERVED = frozenset(
@@ -92,7 +92,7 @@ class ChatEncoder:
             compile_template(source)
 
     def tool_format(self, template: str | None = None) -> str | None:
-        """Name of the format (:data:`turnstile.text.tool_calls.FORMATS`) in which the model is
+        """Name of the format (:data:`turnstile.text.tool_formats.FORMATS`) in which the model is
         asked to call tools; None where the template asks for one that is none of these.
 
         ``template`` is the request's own, where it has one.

@@ -2,23 +2,20 @@
 
 A :class:`CallReader` takes the text of one sample and tells content from calls::
 
-    reader = FORMATS["hermes"].reader(names)
+    reader = Hermes(names)
     for text in texts:
         send(reader.push(text))
     send(reader.finish())
 
-Each format is a parser written as a generator that is sent one character after the other, so that
-it reads like a grammar and can pause anywhere. A call is announced as soon as its name is known,
-and its arguments are passed on as the model writes them. What looked like a call and is none (no
-JSON, no tool of that name) is content.
+Each format (:mod:`turnstile.text.tool_formats`) is a parser written as a generator that is sent
+one character after the other, so that it reads like a grammar and can pause anywhere. A call is
+announced as soon as its name is known, and its arguments are passed on as the model writes them.
+What looked like a call and is none (no JSON, no tool of that name) is content.
 """
 
 from __future__ import annotations
 
 import json
-import re
-import secrets
-import string
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
@@ -54,7 +51,8 @@ class Arguments:
 Piece = Content | Begin | Arguments
 _Character = Generator[None, str, str]
 _Found = Generator[None, str, bool]
-_Done = Generator[None, str, None]
+Done = Generator[None, str, None]
+"""A parser that returns nothing; characters are sent to it."""
 _Take = Callable[[str], None]
 
 
@@ -100,7 +98,7 @@ class _Source:
 
     # -- JSON ---------------------------------------------------------------------------------
 
-    def value(self, take: _Take) -> _Done:
+    def value(self, take: _Take) -> Done:
         """Read one value; ``take`` gets its characters. Raises :class:`_NoCallError` at the end
         of the text.
         """
@@ -115,7 +113,7 @@ class _Source:
                 character = yield from self.next()
             self.unread(character)
 
-    def _nested(self, character: str, take: _Take) -> _Done:
+    def _nested(self, character: str, take: _Take) -> Done:
         depth = 0
         while True:
             if character == '"':
@@ -129,7 +127,7 @@ class _Source:
             if not character:
                 raise _NoCallError
 
-    def string(self, take: _Take) -> _Done:
+    def string(self, take: _Take) -> Done:
         """Read the rest of a string, whose first quote is read; ``take`` gets all of it."""
         take('"')
         escaped = False
@@ -184,14 +182,14 @@ class CallReader(ABC):
                 pieces.append(Content(text) if kind is Content else Arguments(index, text))
         return pieces
 
-    def _parse(self) -> _Done:
+    def _parse(self) -> Done:
         yield from self._text()
         yield from self._rest()
         while True:
             yield
 
     @abstractmethod
-    def _text(self) -> _Done:
+    def _text(self) -> Done:
         """Read the whole text; what is left of it is content."""
 
     # -- what formats are made of -------------------------------------------------------------
@@ -199,7 +197,7 @@ class CallReader(ABC):
     def _say(self, text: str) -> None:
         self._out.append(Content(text))
 
-    def _rest(self) -> _Done:
+    def _rest(self) -> Done:
         while character := (yield from self._source.next()):
             self._say(character)
 
@@ -238,7 +236,7 @@ class CallReader(ABC):
         """
         return (yield from self._announced(opening, self._object()))
 
-    def _announced(self, opening: str, parts: _Done) -> _Found:
+    def _announced(self, opening: str, parts: Done) -> _Found:
         source, before = self._source, self.num_calls
         source.heard = heard = list[str]()
         try:
@@ -252,7 +250,7 @@ class CallReader(ABC):
             source.heard = None
         return True
 
-    def _object(self) -> _Done:
+    def _object(self) -> Done:
         """``{"name": …, "arguments": …}``, in either order."""
         source = self._source
         if (yield from source.visible()) != "{":
@@ -281,7 +279,7 @@ class CallReader(ABC):
         if early is None:
             self._argue(index, "{}")
 
-    def _arguments(self, take: _Take) -> _Done:
+    def _arguments(self, take: _Take) -> Done:
         """Read the value of a call's arguments: an object, or one written into a string."""
         source = self._source
         character = yield from source.visible()
@@ -293,7 +291,7 @@ class CallReader(ABC):
         text = value if isinstance(value, str) else json.dumps(value)
         take(text if value is not None and text.strip() else "{}")
 
-    def _decoded(self, read: Callable[[_Take], _Done]) -> Generator[None, str, object]:
+    def _decoded(self, read: Callable[[_Take], Done]) -> Generator[None, str, object]:
         characters: list[str] = []
         yield from read(characters.append)
         try:
@@ -335,140 +333,3 @@ def _nobody(_: str) -> None:
 
 def _kind(piece: Piece) -> tuple[type[Piece], int]:
     return type(piece), -1 if isinstance(piece, Content) else piece.index
-
-
-# -- formats ----------------------------------------------------------------------------------
-
-
-class Hermes(CallReader):
-    """``<tool_call>{…}</tool_call>``, among content: Hermes, Qwen."""
-
-    opening, closing = "<tool_call>", "</tool_call>"
-
-    def _text(self) -> _Done:
-        found = yield from self._until(self.opening)
-        while found:
-            if found == self.opening and (yield from self._call(self.opening)):
-                found = yield from self._until(self.opening, self.closing, mute=True)
-            else:
-                found = yield from self._until(self.opening)
-
-
-class LlamaJson(CallReader):
-    """An answer that is nothing but objects, one after the other: Llama 3."""
-
-    opening = "<|python_tag|>"
-
-    def _text(self) -> _Done:
-        source = self._source
-        source.heard = heard = list[str]()
-        character = yield from source.visible()
-        source.heard = None
-        source.unread(character)
-        if character != "{":
-            self._say("".join(heard[:-1]))
-            if character != self.opening[0] or not (yield from self._until(self.opening)):
-                return
-        while (yield from self._call("")):
-            if (character := (yield from source.visible())) not in (";", ","):
-                source.unread(character)
-            if character not in (";", ",", "{"):
-                return
-
-
-class Mistral(CallReader):
-    """``[TOOL_CALLS]`` and a list of objects, or a name and its arguments, once for each call."""
-
-    opening = "[TOOL_CALLS]"
-
-    def _text(self) -> _Done:
-        source = self._source
-        while (yield from self._until(self.opening)):
-            character = yield from source.visible()
-            if character == "[":
-                if not (yield from self._list()):
-                    return
-            else:
-                source.unread(character)
-                if not (yield from self._announced(self.opening, self._named())):
-                    return
-
-    def _named(self) -> _Done:
-        """``name{…}``, where ``[CALL_ID]…[ARGS]`` may come between."""
-        name = ""
-        while (character := (yield from self._source.next())) not in ("{", "[", ""):
-            name += character
-        index = self._begin(name.strip())
-        while character not in ("{", ""):
-            character = yield from self._source.next()
-        self._source.unread(character)
-        yield from self._arguments(self._arguing(index))
-
-
-class ListOfCalls(CallReader):
-    """A JSON list of calls and nothing else: what ``tool_choice: required`` makes a model write."""
-
-    def _text(self) -> _Done:
-        if (yield from self._source.visible()) == "[":
-            yield from self._list()
-
-
-class OnlyArguments(CallReader):
-    """The arguments of one call: what a ``tool_choice`` that names its function makes a model
-    write. ``names`` is that name alone.
-    """
-
-    def _text(self) -> _Done:
-        (name,) = self._names
-        index = self._begin(name)
-        while character := (yield from self._source.next()):
-            self._argue(index, character)
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFormat:
-    """How a family of models writes calls.
-
-    Attributes
-    ----------
-    reader
-        Finds them.
-    marker
-        What a call begins with.
-    asked
-        Matches in a chat template that asks its model for this.
-    id_length
-        Characters of a call's id; some templates refuse others when the call comes back.
-    """
-
-    reader: Callable[[Collection[str]], CallReader]
-    marker: str
-    asked: str
-    id_length: int | None = None
-
-    def make_id(self) -> str:
-        """An id for a call."""
-        if self.id_length is None:
-            return f"call_{secrets.token_hex(12)}"
-        letters = string.ascii_letters + string.digits
-        return "".join(secrets.choice(letters) for _ in range(self.id_length))
-
-
-FORMATS = {
-    # Others have the same tags, and in them something that is no JSON.
-    "hermes": ToolFormat(Hermes, Hermes.opening, r"<tool_call>(\\n|\s)*\{"),
-    "mistral": ToolFormat(Mistral, Mistral.opening, r"\[TOOL_CALLS\]", id_length=9),
-    "llama3_json": ToolFormat(LlamaJson, LlamaJson.opening, r"<\|python_tag\|>"),
-}
-"""By the name that ``--tool-call-parser`` takes."""
-
-
-def format_of(template: str) -> str | None:
-    """Name of the format that a chat template asks its model for, where it is one of these.
-
-    A template that knows no tools is told of them (:func:`turnstile.text.tools.with_tools_told`)
-    in ``hermes``.
-    """
-    if "tools" not in template:
-        return "hermes"
-    return next((name for name, one in FORMATS.items() if re.search(one.asked, template)), None)

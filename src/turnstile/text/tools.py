@@ -1,6 +1,6 @@
 """The tools of a chat request: what they are, which must be called, and how a model is told.
 
-How models write calls, and how those are found, is in :mod:`turnstile.text.tool_calls`.
+How models write calls is in :mod:`turnstile.text.tool_formats`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from turnstile.text.errors import GrammarError, MessageError
 from turnstile.text.grammar_request import check_size, json_schema
 from turnstile.text.messages import Message
-from turnstile.text.tool_calls import Hermes
+from turnstile.text.tool_formats import Hermes
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,64}")
