@@ -66,6 +66,8 @@ def test_answers_are_the_same_even_where_the_engine_is_killed_in_the_middle() ->
     for name in ("turnstile_accepted_draft_tokens_total", "vllm:spec_decode_num_drafts_total"):
         assert metrics.total(name) > 0
         assert before.total(name) == 0
+    by_place = metrics.total("vllm:spec_decode_num_accepted_tokens_per_pos_total")
+    assert by_place == metrics.total("turnstile_accepted_draft_tokens_total")
     assert sum(guessed[0].chunks) < sum(expected[0].chunks), "several tokens came at once"
 
 

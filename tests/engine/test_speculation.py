@@ -67,8 +67,14 @@ def test_answers_and_their_log_probabilities_are_those_without_drafts(
     snapshot = after.snapshot
     assert 0 < snapshot.accepted_tokens <= snapshot.draft_tokens
     assert snapshot.drafts > 10
+    places = snapshot.accepted_by_place
+    assert len(places) == tokens
+    assert sum(places) == snapshot.accepted_tokens
+    assert places == sorted(places, reverse=True), "no guess is right behind a wrong one"
+    assert places[0] <= snapshot.drafts
     assert rows_of(after, "greedy") < rows_of(before, "greedy") == 4 * TOKENS
     assert before.snapshot.drafts == 0
+    assert before.snapshot.accepted_by_place == []
     assert snapshot.pages_held == 0
 
 

@@ -14,6 +14,7 @@ from server.served import Raw, Serve, Served, listening, until
 from turnstile.core.cost import Coefficients
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Snapshot, StepResult
+from turnstile.server.exposition import Collector
 from turnstile.server.histogram import ITL_BOUNDS, Histogram, token_bounds
 from turnstile.server.metrics import Metrics
 from turnstile.server.stats import ThroughputLine
@@ -229,6 +230,22 @@ def test_engine_counters_go_on_when_the_engine_is_restarted() -> None:
     assert counted.engine_total("preemptions") == 5
     assert counted.engine_total("step") == 7
     assert counted.engine_starts == 2
+
+
+def test_accepted_guesses_are_told_by_place_and_go_on_when_the_engine_is_restarted() -> None:
+    counted = metrics()
+    assert dict(counted.accepted_by_place()) == {}
+    counted.on_step(StepResult(1, 5, [], [], Snapshot(step=5, accepted_by_place=[7, 2])))
+    counted.on_step(StepResult(2, 1, [], [], Snapshot(step=1, accepted_by_place=[0, 0])))
+    assert counted.accepted_by_place() == {"0": 7, "1": 2}
+    counted.on_step(StepResult(2, 2, [], [], Snapshot(step=2, accepted_by_place=[3, 1])))
+    assert counted.accepted_by_place() == {"0": 10, "1": 3}
+    (family,) = (
+        found
+        for found in Collector(counted, vllm=True).collect()
+        if found.name == "vllm:spec_decode_num_accepted_tokens_per_pos"
+    )
+    assert [(s.labels["position"], s.value) for s in family.samples] == [("0", 10), ("1", 3)]
 
 
 def test_a_histogram_counts_each_value_under_its_bound() -> None:

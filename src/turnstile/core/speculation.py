@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from turnstile.core.cost import CostModel, StepCost
@@ -34,11 +34,24 @@ its tokens a second to guesses, with 3 it had hardly any (docs/speculation.md).
 
 @dataclass(slots=True)
 class DraftCounts:
-    """How many drafts were verified, of how many tokens, of which so many were accepted."""
+    """How many drafts were verified, of how many tokens, of which so many were accepted.
+
+    ``by_place`` has those accepted by their place in the draft: the k-th is in how many drafts the
+    first k + 1 tokens were right.
+    """
 
     drafts: int = 0
     tokens: int = 0
     accepted: int = 0
+    by_place: list[int] = field(default_factory=list)
+
+    def count(self, tokens: int, accepted: int) -> None:
+        """Count a draft of ``tokens`` tokens, the first ``accepted`` of which were right."""
+        self.drafts += 1
+        self.tokens += tokens
+        self.accepted += accepted
+        for place in range(accepted):
+            self.by_place[place] += 1
 
 
 NO_DRAFTS = DraftCounts()
@@ -76,7 +89,7 @@ class PromptLookup:
     """
 
     def __init__(self, most: int = 8, shortest: int = 3, longest: int = 12) -> None:
-        self.counts = DraftCounts()
+        self.counts = DraftCounts(by_place=[0] * most)
         self._shortest = shortest
         self._longest = max(shortest, longest)
         self._texts: dict[Sequence, _Text] = {}
@@ -129,9 +142,7 @@ class PromptLookup:
             if not chunk.drafts or outcome.error is not None:
                 continue
             accepted = len(outcome.tokens) - 1
-            self.counts.drafts += 1
-            self.counts.tokens += len(chunk.drafts)
-            self.counts.accepted += accepted
+            self.counts.count(len(chunk.drafts), accepted)
             text = self._texts.get(chunk.sequence)
             if text is not None:
                 self._chances.observe(text.agreed, len(chunk.drafts), accepted)

@@ -71,6 +71,7 @@ class Gauges:
             drafts=drafts.drafts,
             draft_tokens=drafts.tokens,
             accepted_tokens=drafts.accepted,
+            accepted_by_place=list(drafts.by_place),
         )
 
 

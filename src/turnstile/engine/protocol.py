@@ -228,6 +228,8 @@ class Snapshot(msgspec.Struct, array_like=True, gc=False):
     draft_tokens: int = 0
     accepted_tokens: int = 0
     """Of the ``draft_tokens``, those that were right."""
+    accepted_by_place: list[int] = []
+    """Those by their place in the draft; empty where nobody guesses."""
 
 
 class Occupant(msgspec.Struct, array_like=True, frozen=True, gc=False):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from itertools import zip_longest
 
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineClient
@@ -108,6 +109,7 @@ class Metrics:
         self._busy: deque[tuple[float, float]] = deque()
         self.snapshot = Snapshot()
         self._earlier: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0)
+        self._earlier_by_place: list[int] = []
         self._epoch: int | None = None
         self.engine_starts = 0
         engine.subscribe(self.on_step)
@@ -123,6 +125,7 @@ class Metrics:
         if result.epoch != self._epoch:
             for name in ENGINE_COUNTERS:
                 self._earlier[name] += getattr(self.snapshot, name)
+            self._earlier_by_place = self._by_place()
             self._epoch = result.epoch
             self.engine_starts += 1
         if not self._busy or result.snapshot.time - self._busy[-1][0] >= _BUSY_SAMPLE:
@@ -136,6 +139,14 @@ class Metrics:
     def engine_total(self, name: str) -> float:
         """A counter of the engine over all its processes."""
         return self._earlier[name] + float(getattr(self.snapshot, name))
+
+    def accepted_by_place(self) -> dict[str, float]:
+        """Draft tokens that were right, by their place in the draft, over all engine processes."""
+        return {str(place): count for place, count in enumerate(self._by_place())}
+
+    def _by_place(self) -> list[int]:
+        pairs = zip_longest(self._earlier_by_place, self.snapshot.accepted_by_place, fillvalue=0)
+        return [earlier + now for earlier, now in pairs]
 
     @property
     def epoch(self) -> int:

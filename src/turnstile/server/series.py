@@ -245,6 +245,11 @@ GROUPS: dict[str, tuple[Series, ...]] = {
         Series(kind="counter", name="accepted_draft_tokens",
                help="Tokens of those drafts that were right.",
                read=_total("accepted_tokens"), vllm="spec_decode_num_accepted_tokens"),
+        Series(kind="counter", name="accepted_draft_tokens_by_position",
+               help="Those by their place in the draft, from 0. Over all drafts, the share of them"
+               " in which the tokens up to that place were right.",
+               read=lambda metrics: metrics.accepted_by_place(), label="position",
+               vllm="spec_decode_num_accepted_tokens_per_pos"),
         Series(kind="counter", name="step_busy_seconds", help="Time spent in forward passes.",
                read=_total("busy_seconds")),
         Series(kind="gauge", name="step_busy_ratio",
