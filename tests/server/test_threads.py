@@ -17,6 +17,7 @@ from turnstile.server.auth import key_name
 from turnstile.server.errors import ApiError
 from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
+from turnstile.text.errors import UncheckedGrammarError
 
 LONG = "hello " * 5_000
 ROUTES: list[tuple[str, dict[str, Any]]] = [
@@ -390,6 +391,29 @@ def test_a_grammar_check_is_told_when_its_client_is_gone(
             body = {"structured_outputs": {"regex": "never checked"}, "timeout": 0.05}
             assert (await served.complete(**body)).status_code == 504
             await until(lambda: not served.service.checks.inside)
+
+    asyncio.run(test())
+
+
+def test_a_grammar_the_machine_has_no_room_to_check_is_a_503_and_may_come_again(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check(grammar: str, unwanted: threading.Event) -> None:
+        raise UncheckedGrammarError("the machine is too busy")
+
+    async def test() -> None:
+        async with serve() as served:
+            body = {"structured_outputs": {"regex": "checked later"}}
+            with monkeypatch.context() as busy:
+                busy.setattr("turnstile.text.grammar.check_grammar", check)
+                answer = await served.complete(**body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"]) == (503, "engine_overloaded")
+            assert error["param"] == "structured_outputs"
+            assert "busy" in error["message"]
+            assert answer.headers["retry-after"] == "10"
+            assert answer.headers["x-should-retry"] == "true"
+            assert (await served.complete(**body)).status_code == 200
 
     asyncio.run(test())
 

@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 import random
 import subprocess
 import sys
@@ -16,6 +18,7 @@ import tiny_models
 from budget import examples
 from turnstile.text import GrammarError, Tokenizer
 from turnstile.text import grammar_request as request
+from turnstile.text.errors import UncheckedGrammarError
 from turnstile.text.grammar import (
     GrammarCompiler,
     GrammarState,
@@ -220,17 +223,50 @@ def test_a_grammar_that_would_kill_its_compiler_kills_another_process(grammar: s
         check_grammar(grammar)
 
 
-def test_a_check_nobody_waits_for_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    sleeper = tmp_path / "sleeper.py"
-    sleeper.write_text("import time; time.sleep(600)")
-    monkeypatch.setattr("turnstile.text.grammar_checker.__file__", str(sleeper))
+@pytest.fixture
+def checker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A file that is run in the checker's place."""
+    path = tmp_path / "checker.py"
+    monkeypatch.setattr("turnstile.text.grammar_checker.__file__", str(path))
+    return path
+
+
+def test_a_check_nobody_waits_for_is_ended(checker: Path) -> None:
+    checker.write_text("import time; time.sleep(600)")
     unwanted = threading.Event()
     threading.Timer(0.1, unwanted.set).start()
     before = psutil.Process().children()  # servers of other tests may live on
-    with pytest.raises(GrammarError, match="nobody waits"):
+    with pytest.raises(UncheckedGrammarError, match="nobody waits"):
         check_grammar("never seen before", unwanted)
     assert not is_checked("never seen before")
     assert not {*psutil.Process().children()} - {*before}
+
+
+@pytest.mark.parametrize(
+    ("ends", "why"),
+    [
+        ("import time; time.sleep(600)", "within 0.3 s"),
+        ("import os; os.kill(os.getpid(), 9)", "code -9"),
+        ("import a_package_that_is_missing", "code 1"),
+        (None, "Resource temporarily unavailable"),
+    ],
+    ids=["busy", "killed", "broken", "no process"],
+)
+def test_what_the_machine_has_no_room_for_is_no_verdict_on_the_grammar(
+    checker: Path, monkeypatch: pytest.MonkeyPatch, ends: str | None, why: str
+) -> None:
+    def no_process(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr("turnstile.text.grammar._WALL_SECONDS", 0.3 if "0.3" in why else 30)
+    grammar = request.regex("no verdict")
+    with monkeypatch.context() as broken:
+        checker.write_text(ends or "")
+        if ends is None:
+            broken.setattr("turnstile.text.grammar.subprocess.Popen", no_process)
+        with pytest.raises(UncheckedGrammarError, match=why):
+            check_grammar(grammar)
+    assert not is_checked(grammar)
 
 
 def test_what_the_checker_passes_leaves_the_engine_s_stack_room(

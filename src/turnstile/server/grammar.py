@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import dataclass
 
@@ -9,14 +10,18 @@ from turnstile.server.errors import ApiError, bad_request, sentence
 from turnstile.server.schemas import GenerationRequest
 from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
-from turnstile.text.errors import GrammarError
+from turnstile.text.errors import GrammarError, UncheckedGrammarError
 from turnstile.text.grammar_request import (
     grammar_of_response_format,
     grammar_of_structured_outputs,
     json_object,
 )
 
+logger = logging.getLogger("turnstile.server")
+
 _JSON_OBJECT = json_object()
+_RETRY_AFTER = 10.0
+"""Seconds after which a check that the machine had no room for may be tried again."""
 
 
 def check_threads() -> Threads:
@@ -54,12 +59,23 @@ async def check(constraint: Constraint, checks: Threads, tenant: Tenant) -> None
 
     A grammar is compiled once before it is accepted, off the event loop and in a process of its
     own, so that one that cannot be honoured is a 400 and not a failure later. Raises
-    :class:`ApiError`, 503 where too many new ones are waiting for that.
+    :class:`ApiError`, 503 where too many new ones are waiting for that or the machine has no room
+    for it.
     """
     try:
         await _check(constraint.grammar, checks, tenant)
     except GrammarError as error:
         raise grammar_refusal(error, constraint.field) from None
+    except UncheckedGrammarError as error:
+        logger.warning("%s", sentence(error))
+        raise ApiError(
+            503,
+            sentence(error) + " Try again later.",
+            param=constraint.field,
+            code="engine_overloaded",
+            kind="overloaded",
+            retry_after=_RETRY_AFTER,
+        ) from None
 
 
 async def _check(grammar: str, checks: Threads, tenant: Tenant) -> None:

@@ -35,3 +35,7 @@ reaches the API process as the text of a row, and is the client's fault there to
 
 class GrammarError(TextError):
     """A schema, regular expression or grammar cannot be compiled, or is too large."""
+
+
+class UncheckedGrammarError(TextError):
+    """Whether a grammar compiles could not be found out, which is not the grammar's fault."""

@@ -9,6 +9,7 @@ after. Nothing here needs torch: a mask is a row of int32, one bit for each toke
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from turnstile.text import grammar_checker
-from turnstile.text.errors import CANNOT_FOLLOW, GrammarError
+from turnstile.text.errors import CANNOT_FOLLOW, GrammarError, UncheckedGrammarError
 from turnstile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -30,7 +31,13 @@ Int32Array = npt.NDArray[np.int32]
 
 _WALL_SECONDS = 30.0
 _POLL_SECONDS = 0.2
-_UNWANTED = "nobody waits for the verdict any more"
+# What the checker dies of where the grammar is at fault: its bound on CPU time, or a compiler that
+# finds no memory or stack. A SIGKILL is somebody else's: an operator, or a machine out of memory.
+_DEATHS_BY_GRAMMAR = {
+    -getattr(signal, name)
+    for name in ("SIGXCPU", "SIGABRT", "SIGSEGV", "SIGBUS", "SIGILL")
+    if hasattr(signal, name)
+}
 _TOO_COMPLEX = (
     "the schema or grammar is too complex: compiling it takes too much time, memory or depth"
 )
@@ -45,15 +52,14 @@ def check_grammar(grammar: str, unwanted: threading.Event | None = None) -> None
     Takes some 100 ms the first time, and a process: call it off the event loop and few at once,
     unless :func:`is_checked`. The process is ended soon after ``unwanted`` is set. Raises
     :class:`GrammarError` with the compiler's complaint, or where compiling takes too much time,
-    memory or depth.
+    memory or depth; and :class:`UncheckedGrammarError`, which is not remembered, where there is no
+    verdict: the machine is too busy or has no memory, or nobody waits any more.
     """
     with _verdicts_lock:
         known = grammar in _verdicts
         complaint = _verdicts.get(grammar)
     if not known:
         complaint = _complaint_about(grammar, unwanted or threading.Event())
-        if complaint is _UNWANTED:
-            raise GrammarError(_UNWANTED)
     with _verdicts_lock:
         _verdicts[grammar] = complaint
         _verdicts.move_to_end(grammar)
@@ -69,6 +75,23 @@ def is_checked(grammar: str) -> bool:
 
 
 def _complaint_about(grammar: str, unwanted: threading.Event) -> str | None:
+    try:
+        said, code = _ask_checker(grammar, unwanted)
+    except OSError as error:
+        raise UncheckedGrammarError(f"the grammar could not be checked: {error.strerror}") from None
+    if code in _DEATHS_BY_GRAMMAR or (code == 0 and not said):
+        return _TOO_COMPLEX
+    try:
+        complaint = json.loads(said)["error"]
+    except (ValueError, KeyError, TypeError):
+        raise UncheckedGrammarError(
+            f"the grammar could not be checked: its checker ended with code {code}"
+        ) from None
+    return None if complaint is None else f"the schema or grammar cannot be used: {complaint}"
+
+
+def _ask_checker(grammar: str, unwanted: threading.Event) -> tuple[bytes, int]:
+    """What the checker says, and its exit code (a signal's number, negative)."""
     with subprocess.Popen(
         [sys.executable, "-I", grammar_checker.__file__],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -78,17 +101,19 @@ def _complaint_about(grammar: str, unwanted: threading.Event) -> str | None:
         while True:
             try:
                 said, _ = process.communicate(given, timeout=_POLL_SECONDS)
-                break
+                return said, process.returncode
             except subprocess.TimeoutExpired:
                 given = None  # all of it is on its way
-                if unwanted.is_set() or time.monotonic() > end:
+                if unwanted.is_set():
                     process.kill()
-                    return _UNWANTED if unwanted.is_set() else _TOO_COMPLEX
-    try:
-        complaint = json.loads(said)["error"]
-    except (ValueError, KeyError, TypeError):
-        return _TOO_COMPLEX
-    return None if complaint is None else f"the schema or grammar cannot be used: {complaint}"
+                    raise UncheckedGrammarError("nobody waits for the verdict any more") from None
+                if time.monotonic() > end:
+                    process.kill()
+                    # It had a few seconds of CPU to use; others must have had the rest.
+                    raise UncheckedGrammarError(
+                        f"the grammar could not be checked within {_WALL_SECONDS:g} s: the machine "
+                        "is too busy"
+                    ) from None
 
 
 class GrammarCompiler:

@@ -3,12 +3,13 @@
 A client's grammar can make the compiler run for minutes, take all memory, or recurse until the
 stack ends, which kills the process it runs in. So the first to compile it is this one: a file
 run by itself, with limits on CPU time, memory and stack well under those of the engine, that
-answers with one JSON line: ``{"error": null}`` or ``{"error": "what is wrong"}``. No answer
-means that the grammar is too complex.
+answers with one JSON line: ``{"error": null}`` or ``{"error": "what is wrong"}``. An end without an
+answer, by a limit or a crash, means that the grammar is too complex.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import threading
@@ -64,11 +65,13 @@ def main() -> None:
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS))
+        # The soft limit's signal (SIGXCPU) tells this end from a kill by somebody else.
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU_SECONDS, CPU_SECONDS + 1))
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         pass  # a system without these limits still has the caller's time-out
+    importlib.import_module("llguidance")  # if it is broken, that is not the grammar's fault
     grammar = sys.stdin.buffer.read().decode("utf-8", "surrogatepass")
     verdict: list[str | None] = []
     threading.stack_size(STACK_BYTES)
