@@ -72,6 +72,7 @@ def catalog(directory: Path, model: Path, port: int) -> dict[str, Peer]:
         _turnstile("turnstile-int8", "int8", "int8", port),
         _turnstile("turnstile-bf16", "bf16", "bfloat16", port),
         _llama("llama-bf16", "bf16", directory, directory / "model-bf16.gguf", port),
+        _turnstile("turnstile-bf16-kv8", "bf16", "bfloat16", port, "--kv-cache-dtype", "int8"),
         _turnstile("turnstile-int8-ngram", "int8", "int8", port, "--spec-method", "ngram"),
         _turnstile("turnstile-bf16-ngram", "bf16", "bfloat16", port, "--spec-method", "ngram"),
         # Its AMX products for Q4_1 end in an illegal instruction (tiles that nobody configured).
