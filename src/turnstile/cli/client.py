@@ -17,6 +17,25 @@ class ClientError(RuntimeError):
     """The server is not there, or said no; the message is for people."""
 
 
+def connection(url: str, key: str | None = None) -> tuple[str, dict[str, Any]]:
+    """Where a server is, and what a client of httpx needs beside that: the key, and patience.
+
+    Raises :class:`ClientError` for a URL or a key that no request could carry.
+    """
+    base = url.rstrip("/").removesuffix("/v1")
+    secret = key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
+    if secret is not None and not (secret.isascii() and secret.isprintable()):
+        raise ClientError("The API key has characters that no HTTP header can carry.")
+    if not base.startswith(("http://", "https://")):
+        raise ClientError(f"--url {base} must begin with http:// or https://.")
+    try:
+        httpx.URL(base)
+    except httpx.InvalidURL as error:
+        raise ClientError(f"--url {base} is no URL: {error}.") from None
+    headers = {"authorization": f"Bearer {secret}"} if secret else {}
+    return base, {"headers": headers, "timeout": httpx.Timeout(None, connect=_CONNECT_SECONDS)}
+
+
 class Client:
     """A connection to one server.
 
@@ -31,18 +50,8 @@ class Client:
     """
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        secret = key or next(iter(os.environ.get("TURNSTILE_API_KEY", "").split()), None)
-        if secret is not None and not (secret.isascii() and secret.isprintable()):
-            raise ClientError("The API key has characters that no HTTP header can carry.")
-        headers = {"authorization": f"Bearer {secret}"} if secret else {}
-        timeout = httpx.Timeout(None, connect=_CONNECT_SECONDS)
-        if not self._url.startswith(("http://", "https://")):
-            raise ClientError(f"--url {self._url} must begin with http:// or https://.")
-        try:
-            self._http = httpx.Client(base_url=self._url, headers=headers, timeout=timeout)
-        except httpx.InvalidURL as error:
-            raise ClientError(f"--url {self._url} is no URL: {error}.") from None
+        self._url, settings = connection(url, key)
+        self._http = httpx.Client(base_url=self._url, **settings)
 
     def model(self) -> str:
         """The name of the model that is served. Raises :class:`ClientError`."""

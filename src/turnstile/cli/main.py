@@ -21,6 +21,7 @@ VERBS = {
     "serve": "Serve a model over HTTP, with OpenAI's API.",
     "chat": "Talk to a running server in the terminal.",
     "complete": "Send one prompt to a running server and print what comes.",
+    "run-batch": "Answer the requests in a file, in OpenAI's batch format.",
     "pull": "Fetch a model, so that serving starts at once.",
     "inspect": "Say what is in a model, and what serving it takes.",
     "doctor": "Check this machine, and say what would keep Turnstile from serving well.",

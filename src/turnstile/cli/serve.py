@@ -73,7 +73,7 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
     engine.prepare()
     try:
         with _listening(config) as listener:
-            source = _find_model(engine_config)
+            source = find_model(engine_config)
             service = _make_service(engine, engine_config, config)
             return _run(service, source, listener, began)
     finally:
@@ -98,7 +98,7 @@ def _listening(config: ServerConfig) -> Iterator[socket.socket]:
             os.unlink(config.uds)
 
 
-def _find_model(config: EngineConfig) -> ModelSource:
+def find_model(config: EngineConfig) -> ModelSource:
     """The model's files, fetched where they are not here yet. What is wrong with them, or asks too
     much of them, is known here; the engine would need seconds for it.
     """
