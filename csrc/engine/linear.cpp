@@ -157,7 +157,8 @@ void multiply(Member& member, const Kernels& kernels, const Linear& linear, cons
   task.out_stride = product.out_stride;
   task.stream = product.stream;
   // A piece is about 100,000 steps of one row (some 10 us), but at least 8 pieces a member. Rows stay together,
-  // so that a panel is read once, as long as all of them fit half of a second-level cache.
+  // so that a panel is read once, as long as all of them fit half of a second-level cache; a member takes
+  // all panels of some rows before it turns to others.
   const int wanted = 8 * member.members();
   const int together = std::max<int>(48, (size_t{1} << 20) / linear.row_bytes());
   const int row_pieces = std::max({1, (rows + together - 1) / together,
@@ -169,7 +170,7 @@ void multiply(Member& member, const Kernels& kernels, const Linear& linear, cons
   const int panel_pieces = (weights.panels + panels - 1) / panels;
   member.share(static_cast<uint32_t>(panel_pieces * row_pieces), [&](uint32_t piece) {
     LinearTask mine = task;
-    const int p = static_cast<int>(piece) / row_pieces, r = static_cast<int>(piece) % row_pieces;
+    const int r = static_cast<int>(piece) / panel_pieces, p = static_cast<int>(piece) % panel_pieces;
     mine.first_panel = weights.panels * p / panel_pieces;
     mine.last_panel = weights.panels * (p + 1) / panel_pieces;
     mine.first_row = rows * r / row_pieces;

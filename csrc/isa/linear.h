@@ -139,6 +139,15 @@ struct Finisher {
     f.high = Outputs::of(f.weights, panel * kPanel + 16);
   }
 
+  // Brings the places near that rows first to last of a panel are added to or stored in.
+  INLINE void expect(const Finisher& f, int first, int last, int panel) {
+    if constexpr (apart) return;
+    constexpr int bytes = finish == Finish::silu_product ? 64 : 128;
+    for (int row = first; row < last; ++row)
+      for (int line = 0; line < bytes; line += 64)
+        __builtin_prefetch(f.out + row * f.stride + static_cast<size_t>(panel) * bytes + line, 1, 3);
+  }
+
   // Rows first to last of a panel; `raw` are the accumulators of the first.
   INLINE void rows(const Finisher& f, const int32_t* raw, int first, int last, int panel) {
     for (int row = first; row < last; ++row, raw += kPanel) {

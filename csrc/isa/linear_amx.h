@@ -47,11 +47,12 @@ INLINE bool fits_tiles(const LinearTask& task) {
   return !Tiles::exact_in_any_order || task.last_row - task.first_row > kFewRows;
 }
 
-// Panel by panel, and for each all rows, block by block: a panel stays in the first-level cache, and while
-// its blocks are multiplied the next panel is fetched from memory, a share beside every tile. The rows of
-// one block are finished between the tiles of the next, which use other units of the processor; how much
-// of it overlaps is in docs/performance.md. All blocks have one height, so that the tiles keep their shape;
-// the last block may begin with rows of the block before, which are then computed twice and finished once.
+// Panel by panel, and for each all rows, block by block: a panel stays in the first-level cache, which the
+// rows pass by, and while its blocks are multiplied the next panel is fetched into the second-level cache, a
+// share beside every tile. The rows of one block are finished between the tiles of the next, which use other
+// units of the processor; where they go is brought near a block before. What that does is in
+// docs/performance.md. All blocks have one height, so that the tiles keep their shape; the last block may
+// begin with rows of the block before, which are then computed twice and finished once.
 template <class Tiles, class Finisher>
 static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
   const Weights& weights = *task.weights;
@@ -77,20 +78,23 @@ static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
     const uint8_t* data = weights.data + panel * panel_bytes;
     const uint8_t* fetch = data + panel_bytes;  // this thread's next task is probably the next panel
     const uint8_t* const end = panel + 1 < weights.panels ? fetch + panel_bytes : fetch;
-    const auto meanwhile = [&](int) {
-      const uint8_t* stop = fetch + fetched < end ? fetch + fetched : end;
-      for (; fetch < stop; fetch += 64) __builtin_prefetch(fetch);
-      finish(share);
-    };
     for (int block = 0; block < row_blocks; ++block) {
       const int begin = task.first_row + block * height;
       const int first = begin + height <= task.last_row ? begin : task.last_row - height;
+      const int last = first + height;
+      const auto meanwhile = [&](int tile) {
+        const uint8_t* stop = fetch + fetched < end ? fetch + fetched : end;
+        for (; fetch < stop; fetch += 64) __builtin_prefetch(fetch, 0, 2);
+        const int row = begin + tile * share;
+        Finisher::expect(finisher, row, row + share < last ? row + share : last, panel);
+        finish(share);
+      };
       const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
       if (height > kTile)
         Tiles::template block<true>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
       else
         Tiles::template block<false>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
-      before = {panel, first, begin, first + height};
+      before = {panel, first, begin, last};
       if (block == 0) Finisher::begin(finisher, panel);
       parity ^= 1;
     }
