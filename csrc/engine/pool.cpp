@@ -19,9 +19,9 @@ size_t Pool::page_bytes(const PoolShape& shape) {
   if (shape.page_size < kTokens || shape.page_size % kTokens)
     throw std::invalid_argument("the native backend needs a page size that is a multiple of 16, not " +
                                 std::to_string(shape.page_size));
-  if (shape.head_dim < 16 || shape.head_dim % 16)
-    throw std::invalid_argument("the native backend needs a head size that is a multiple of 16, not " +
-                                std::to_string(shape.head_dim));
+  if (shape.head_dim < 16 || shape.head_dim % 16 || shape.head_dim > kMostDimensions)
+    throw std::invalid_argument("the native backend needs a head size that is a multiple of 16 up to " +
+                                std::to_string(kMostDimensions) + ", not " + std::to_string(shape.head_dim));
   return block_bytes(shape.format, shape.head_dim) * shape.kv_heads * shape.layers * (shape.page_size / kTokens);
 }
 

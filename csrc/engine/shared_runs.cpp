@@ -12,6 +12,7 @@ namespace {
 constexpr int kMostRows = 16;   // of a piece
 constexpr int kFewestRows = 4;  // with three heads a row, most of a tile
 constexpr int kPieces = 4;      // wanted for each member, to share them evenly
+constexpr int kAloneRows = 8;   // so many new tokens of a sequence fill tiles by themselves
 
 const int32_t* table_of(const Batch& batch, int sequence) { return batch.page_tables + sequence * batch.table_stride; }
 
@@ -27,7 +28,7 @@ void SharedRuns::find(const Batch& batch) {
   state_of_.assign(batch.tokens, -1);
   for (int s = 0; s < batch.sequences; ++s) {
     const int count = batch.query_offsets[s + 1] - batch.query_offsets[s];
-    spans_[s] = count ? (batch.context_lengths[s] - count) / kSpan : 0;
+    spans_[s] = count && count < kAloneRows ? (batch.context_lengths[s] - count) / kSpan : 0;
     if (spans_[s]) order_.push_back(s);
   }
   std::sort(order_.begin(), order_.end(), [&](int a, int b) {

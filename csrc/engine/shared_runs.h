@@ -8,7 +8,8 @@
 //
 // Only whole spans before a sequence's first new token count: they were written in earlier steps, and
 // every row sees all of them. Pages are compared from the first on: the same page at another place, or
-// behind another page, is another context.
+// behind another page, is another context. A prompt's many rows read each page once for all of them anyway:
+// they gain nothing by sharing, and would pay for preparing their queries twice and for keeping states.
 #pragma once
 
 #include <vector>

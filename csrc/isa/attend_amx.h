@@ -35,7 +35,6 @@ struct Int8InTiles {
 
   ~Int8InTiles() { _tile_release(); }
 
-  // First the weights of all lines, then the sums of V: what was stored last would not be seen at once.
   void attend(const Scratch& s, const Span& span, int lines) {
     gather_values(s, span);
     for (int line = 0; line < lines; line += kTileLines) {
@@ -44,15 +43,16 @@ struct Int8InTiles {
       const bool whole = seen == Seen{0, kSpan} && alike(s, span, line, lines, count) == count;
       shape(half_of(count));
       if (count > kHalf)
-        whole ? weights<true, true>(s, span, line, count) : weights<true, false>(s, span, line, count);
+        whole ? attend_tiles<true, true>(s, span, line, count) : attend_tiles<true, false>(s, span, line, count);
       else
-        whole ? weights<false, true>(s, span, line, count) : weights<false, false>(s, span, line, count);
+        whole ? attend_tiles<false, true>(s, span, line, count) : attend_tiles<false, false>(s, span, line, count);
     }
-    for (int line = 0; line < lines; line += kTileLines) {
-      const int count = line + kTileLines <= lines ? kTileLines : lines - line;
-      shape(half_of(count));
-      count > kHalf ? values<true>(s, span, line, count) : values<false>(s, span, line, count);
-    }
+  }
+
+  template <bool two, bool whole>
+  static void attend_tiles(const Scratch& s, const Span& span, int line, int count) {
+    weights<two, whole>(s, span, line, count);
+    values<two>(s, span, line, count);
   }
 
   // Lines of a tile; the last row of the second one may come to nothing.
@@ -79,15 +79,14 @@ struct Int8InTiles {
   }
 
   template <bool two, bool whole>
-  static void weights(const Scratch& s, const Span& span, int line, int count) {
-    F top[kTileLines], total[kTileLines];
-    for (int i = 0; i < kTileLines; ++i) top[i] = total[i] = splat(-__builtin_inff());
-    scores<two, whole>(s, span, line, count, top);
-    store(s.top + line, each_highest(top) * load(s.factor + line));
+  INLINE void weights(const Scratch& s, const Span& span, int line, int count) {
+    F total[kTileLines];
+    for (F& lane : total) lane = splat(0.0f);
+    store(s.top + line, scores<two, whole>(s, span, line, count) * load(s.factor + line));
     Seen before = whole ? Seen{0, kSpan} : span.seen(s.lines[line]);
     Cache::Weigher weigher(span, before, s.head_dim);
     for (int i = 0; i < count; ++i) {
-      if (i % 4 == 0) keep_awake();
+      if (i % 8 == 4) keep_awake();
       const Seen seen = whole ? Seen{0, kSpan} : span.seen(s.lines[line + i]);
       if (!whole && seen.none()) {
         total[i] = weigh_nothing<Cache>(s, line + i);
@@ -100,45 +99,63 @@ struct Int8InTiles {
     merge_states(s, line, count);
   }
 
+  // Returns the largest of each line.
   template <bool two, bool whole>
-  INLINE void scores(const Scratch& s, const Span& span, int line, int count, F* top) {
+  INLINE F scores(const Scratch& s, const Span& span, int line, int count) {
     alignas(64) Sums raw[4];
+    F top[kTileLines];
+    for (F& lane : top) lane = splat(-__builtin_inff());
+    tiles_see_memory();
+    load_queries<two>(s, line, half_of(count), 0);
     const auto step = [&]<int parity>(int block) {
       if (block < span.count) multiply_keys<two, parity>(s, span, block, line, half_of(count));
       if (block >= 1 && block <= span.count) store_sums<two, 1 - parity>(raw[(block - 1) % 4], half_of(count));
       if (block < 2 || block >= span.count + 2) return;
       const Sums& sums = raw[(block - 2) % 4];
       const F scale = Cache::key_scale(span.blocks[block - 2]);
-      for (int i = 0; i < count; ++i) {
-        const Edge edge = whole ? Edge{0, kTokens} : span.seen(s.lines[line + i]).edge(block - 2);
-        keep_score(s, i, block - 2, edge, Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])) * scale, top);
+      float* to = s.scores + (block - 2) * kTokens;
+#pragma GCC unroll 16  // so that `top` is registers
+      for (int i = 0; i < (two ? kTileLines : kHalf); ++i) {
+        if (i % 4 == 0 && i >= count) break;
+        F score = Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])) * scale;
+        if (!whole) {
+          const Edge edge = span.seen(s.lines[line + i]).edge(block - 2);
+          if (!edge.whole()) score = between(score, splat(-__builtin_inff()), edge.low, edge.high);
+        }
+        top[i] = max(top[i], score);
+        store(to + i * kSpan, score);
       }
     };
     for (int block = 0; block < span.count + 2; block += 2) {
       step.template operator()<0>(block);
       step.template operator()<1>(block + 1);
     }
+    return each_highest(top);
   }
 
   template <bool two, int parity>
   INLINE void multiply_keys(const Scratch& s, const Span& span, int block, int line, int half) {
     const int d = s.head_dim;
     span.ahead.during(Work::kKeys);
-    const uint8_t* query = s.queries + line * Cache::query_bytes(d);
     const int32_t* bias = Cache::bias(s, line);
     const uint8_t* keys = Cache::keys(span.blocks[block]);
     tiles_see_memory();
     load_tile<2 * parity>(bias, 64);
     if constexpr (two) load_tile<2 * parity + 1>(bias + 32 * half, 64);
     for (int dim = 0; dim < d; dim += 64) {
+      if (d > 64) load_queries<two>(s, line, half, dim);
       load_tile<6>(keys + static_cast<size_t>(dim) * kTokens, 64);
-      load_tile<4>(query + dim, d);
       multiply_signed<2 * parity, 4, 6>();
-      if constexpr (two) {
-        load_tile<5>(query + half * Cache::query_bytes(d) + dim, d);
-        multiply_signed<2 * parity + 1, 5, 6>();
-      }
+      if constexpr (two) multiply_signed<2 * parity + 1, 5, 6>();
     }
+  }
+
+  // 64 dimensions of the queries.
+  template <bool two>
+  INLINE void load_queries(const Scratch& s, int line, int half, int dim) {
+    const uint8_t* query = s.queries + line * Cache::query_bytes(s.head_dim) + dim;
+    load_tile<4>(query, s.head_dim);
+    if constexpr (two) load_tile<5>(query + half * Cache::query_bytes(s.head_dim), s.head_dim);
   }
 
   template <bool two, int parity>
@@ -149,7 +166,7 @@ struct Int8InTiles {
 
   // The weighted sum of V, 16 dimensions at a time.
   template <bool two>
-  static void values(const Scratch& s, const Span& span, int line, int count) {
+  INLINE void values(const Scratch& s, const Span& span, int line, int count) {
     alignas(64) Sums raw[4];
     const int parts = s.head_dim / 16;
     const auto step = [&]<int parity>(int part) {
@@ -157,8 +174,7 @@ struct Int8InTiles {
       if (part >= 1 && part <= parts) store_sums<two, 1 - parity>(raw[(part - 1) % 4], half_of(count));
       if (part < 2) return;
       const Sums& sums = raw[(part - 2) % 4];
-      for (int i = 0; i < count; ++i)
-        merge_result(s, line + i, 16 * (part - 2), Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])));
+      merge_results(s, line, count, 16 * (part - 2), [&](int i) { return Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])); });
     };
     for (int part = 0; part < parts + 2; part += 2) {
       step.template operator()<0>(part);
@@ -226,7 +242,7 @@ struct Bfloat16InTiles {
     store(s.top + line, each_highest(top) * load(s.factor + line));
     const Cache::Weigher weigher(span, seen, s.head_dim);
     for (int i = 0; i < count; ++i) {
-      if (i % 4 == 0) keep_awake();
+      if (i % 8 == 4) keep_awake();
       total[i] = weigh<Cache>(s, span, line + i, i, seen, weigher);
     }
     store(s.sum + line, each_sum(total));
@@ -302,8 +318,7 @@ struct Bfloat16InTiles {
     _tile_stored(2, sums[2], 64);
     _tile_stored(3, sums[3], 64);
     for (int part = 0; part < 4; ++part)
-      for (int i = 0; i < count; ++i)
-        merge_result(s, line + i, dim + 16 * part, load(sums[part] + 16 * i));
+      merge_results(s, line, count, dim + 16 * part, [&](int i) { return load(sums[part] + 16 * i); });
   }
 
  private:

@@ -91,8 +91,8 @@ struct FloatCache {
             acc[i][j] = Words::step(acc[i][j], words[i * (kWeightBytes / 4) + step], v[j]);
       }
     }
-    for (int i = 0; i < lines; ++i)
-      for (int j = 0; j < vectors; ++j) merge_result(s, line + i, dim + 16 * j, acc[i][j]);
+    for (int j = 0; j < vectors; ++j)
+      merge_results(s, line, lines, dim + 16 * j, [&](int i) { return acc[i][j]; });
   }
 };
 

@@ -49,7 +49,8 @@ struct Int8Cache {
     }
   }
 
-  INLINE F whole(I high, I low) { return fma(float_of(high), splat(256.0f), float_of(low)); }
+  // Of two planes: below 2^31 (see kMostDimensions), and rounded once.
+  INLINE F whole(I high, I low) { return float_of(times_256(high) + low); }
 
   // Two blocks at a time where the registers are enough: a sum takes as long as several multiplications.
 #if defined(__AVX512F__)
@@ -136,8 +137,8 @@ struct Int8Cache {
         }
       }
     }
-    for (int i = 0; i < lines; ++i)
-      for (int j = 0; j < vectors; ++j) merge_result(s, line + i, dim + 16 * j, whole(high[i][j], low[i][j]));
+    for (int j = 0; j < vectors; ++j)
+      merge_results(s, line, lines, dim + 16 * j, [&](int i) { return whole(high[i][j], low[i][j]); });
   }
 };
 

@@ -164,10 +164,13 @@ INLINE void merge_states(const Scratch& s, int line, int lines) {
   store(s.total + line, between(fma(total, before, load(s.sum + line) * now), total, 0, lines));
 }
 
-// 16 dimensions of a span's weighted sum into the result of a line.
-INLINE void merge_result(const Scratch& s, int line, int dim, F value) {
-  float* result = s.result + line * s.head_dim + dim;
-  store(result, fma(load(result), splat(s.before[line]), value * splat(s.now[line])));
+// 16 dimensions of a span's weighted sums into the results of some lines.
+template <class Value>
+INLINE void merge_results(const Scratch& s, int line, int lines, int dim, const Value& value) {
+  const int d = s.head_dim;
+  float* result = s.result + line * d + dim;
+  const float *before = s.before + line, *now = s.now + line;
+  for (int i = 0; i < lines; ++i, result += d) store(result, fma(load(result), splat(before[i]), value(i) * splat(now[i])));
 }
 
 }  // namespace turnstile::TURNSTILE_LEVEL

@@ -20,6 +20,8 @@ enum class Format : int { float32 = 0, bfloat16 = 1, int8 = 2 };
 constexpr int kPanel = 32;
 constexpr int kStepBytes = 128;
 constexpr int kTokens = 16;  // tokens of a KV block: one lane each
+// Of a head: a score of int8 is a sum of products of 15 and 7 bits, and has to fit 31.
+constexpr int kMostDimensions = 512;
 
 struct Weights {
   Format format;

@@ -27,6 +27,12 @@ INLINE I operator|(I a, I b) { return {_mm512_or_si512(a.v, b.v)}; }
 template <int n> INLINE I left(I a) { return {_mm512_slli_epi32(a.v, n)}; }
 template <int n> INLINE I right(I a) { return {_mm512_srai_epi32(a.v, n)}; }
 
+// By shuffling bytes, which another unit does than shifts, conversions and products of floats: these have one
+// unit instead of two while tiles are multiplied.
+INLINE I times_256(I a) {
+  return {_mm512_shuffle_epi8(a.v, _mm512_set4_epi32(0x0E0D0C80, 0x0A090880, 0x06050480, 0x02010080))};
+}
+
 INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 // Where the comparison fails (NaN), both return b.
 INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }

@@ -56,6 +56,7 @@ INLINE I operator-(I a, I b) { EACH_PART a.v[i] -= b.v[i]; return a; }
 INLINE I operator&(I a, I b) { EACH_PART a.v[i] &= b.v[i]; return a; }
 INLINE I operator|(I a, I b) { EACH_PART a.v[i] |= b.v[i]; return a; }
 template <int n> INLINE I left(I a) { EACH_PART a.v[i] <<= n; return a; }
+INLINE I times_256(I a) { return left<8>(a); }
 template <int n> INLINE I right(I a) { EACH_PART a.v[i] >>= n; return a; }
 
 INLINE F bits_f(I a) { F r; EACH_PART r.v[i] = (Fp)a.v[i]; return r; }

@@ -24,7 +24,8 @@ INLINE void shape_tiles(const TileShape (&tiles)[8]) {
     shape.rows[tile] = static_cast<uint8_t>(tiles[tile].rows);
     shape.row_bytes[tile] = static_cast<uint16_t>(tiles[tile].bytes);
   }
-  _tile_loadconfig(&shape);
+  // Not _tile_loadconfig: to some compilers that reads 8 bytes, and the others need not have been written yet.
+  asm volatile("ldtilecfg %0" ::"m"(shape));
 }
 
 // The compiler does not know that tile loads read memory.

@@ -208,6 +208,13 @@ def test_more_rows_than_any_tile_and_more_threads_than_pieces(formats: tuple[str
     )
 
 
+def test_a_head_whose_scores_would_not_fit_their_integers_is_refused() -> None:
+    backend = NativeBackend("int8", "int8", 1)
+    assert backend.kv_page_bytes(KvShape(1, 1, 512, 16, 1))
+    with pytest.raises(ValueError, match="up to 512, not 544"):
+        backend.kv_page_bytes(KvShape(1, 1, 544, 16, 1))
+
+
 def test_an_outlier_channel_costs_int8_little() -> None:
     """One norm weight of 60 among ones: without rotation a scale a row would leave 1 of 127 steps
     to the others.

@@ -228,7 +228,7 @@ class NativeBackend(Backend):
         Raises
         ------
         ValueError
-            The page size is not a multiple of 16, or the head size is odd.
+            The page size is not a multiple of 16, or the head size is odd or above 512.
         """
         return cast(int, self._module.Pool.page_bytes(self.kv_dtype, *_sizes(shape)))
 
