@@ -48,11 +48,15 @@ class PrefixCache:
         limit = self._most_pages(sequence)
         self._derive_keys(sequence, limit)
         pages: list[int] = []
-        for i in range(limit):
-            page = self._page_of.get(sequence.keys[i])
-            if page is None or self._tokens_of[page] != self._page_tokens(sequence, i):
+        for key in sequence.keys[:limit]:
+            page = self._page_of.get(key)
+            if page is None:
                 break
             pages.append(page)
+        contents = self._contents(sequence, 0, len(pages))
+        for i, (page, content) in enumerate(zip(pages, contents, strict=True)):
+            if self._tokens_of[page] != content:
+                return pages[:i]
         return pages
 
     def awaited_key(self, sequence: Sequence, matched: int) -> bytes | None:
@@ -118,12 +122,13 @@ class PrefixCache:
             return []
         self._derive_keys(sequence, last)
         woken: list[Sequence] = []
-        for i in range(first, last):
+        contents = self._contents(sequence, first, last)
+        for i, content in enumerate(contents, start=first):
             key, page = sequence.keys[i], sequence.table.pages[i]
             if key not in self._page_of:
                 self._page_of[key] = page
                 self._key_of[page] = key
-                self._tokens_of[page] = self._page_tokens(sequence, i)
+                self._tokens_of[page] = content
                 self.pool.publish(page)
             if self._writer_of.pop(key, None) is not None:
                 woken += self._waiters.pop(key, ())
@@ -190,17 +195,25 @@ class PrefixCache:
         del self._page_of[key]
         del self._tokens_of[page]
 
-    def _page_tokens(self, sequence: Sequence, index: int) -> bytes:
-        page_size = self.pool.page_size
-        return array("q", sequence.tokens[index * page_size : (index + 1) * page_size]).tobytes()
+    def _contents(self, sequence: Sequence, first: int, last: int) -> list[bytes]:
+        """The tokens of the full pages from ``first`` to before ``last``, of each as bytes.
+
+        All in one go: to turn those of one page into bytes costs as much as to hash them. And four
+        bytes a token: with its parent's key a page of 16 is then one block of BLAKE2b.
+        """
+        size = self.pool.page_size
+        whole = array("i", sequence.tokens[first * size : last * size])
+        step, data = size * whole.itemsize, whole.tobytes()
+        return [data[at : at + step] for at in range(0, len(data), step)]
 
     def _derive_keys(self, sequence: Sequence, pages: int) -> None:
         keys = sequence.keys
-        while len(keys) < pages:
-            parent = keys[-1] if keys else _root(sequence.request.salt)
-            keys.append(
-                blake2b(parent + self._page_tokens(sequence, len(keys)), digest_size=32).digest()
-            )
+        if len(keys) >= pages:
+            return
+        key = keys[-1] if keys else _root(sequence.request.salt)
+        for content in self._contents(sequence, len(keys), pages):
+            key = blake2b(key + content, digest_size=32).digest()
+            keys.append(key)
 
 
 def _root(salt: bytes) -> bytes:
