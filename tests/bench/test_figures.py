@@ -40,6 +40,28 @@ def test_an_answer_reads_the_same_however_it_is_cut(cuts: list[int], raw: bytes)
     assert (record.outcome, len(record.times)) == ("completed", 1)
 
 
+def test_each_read_has_its_own_moment_whatever_it_holds_of_the_chunks() -> None:
+    head, chunk = CHUNKED[: CHUNKED.index(b"\r\n\r\n") + 4], b"5\r\nab\r\nc\r\n"
+    reads = [
+        (head, b""),
+        (chunk, b"ab\r\nc"),
+        (chunk + chunk, b"ab\r\ncab\r\nc"),
+        (chunk[:3], b""),
+        (chunk[3:], b"ab\r\nc"),
+        (chunk + b"0", b"ab\r\nc"),
+        (b"1\r\nd\r\n", b"d"),  # behind the 0 of its size
+        (b"5;note=1" + chunk[1:], b"ab\r\nc"),
+        (chunk[:-1], b"ab\r\nc"),
+        (b"\n", b""),
+    ]
+    response = Response()
+    for moment, (data, _) in enumerate(reads):
+        assert not response.feed(float(moment), data)
+    assert response.feed(99.0, b"0\r\n\r\n")
+    expected = [(float(moment), body) for moment, (_, body) in enumerate(reads) if body]
+    assert response.pieces == expected
+
+
 def test_an_answer_until_the_end_of_the_connection_is_whole_only_then() -> None:
     response = Response()
     assert not response.feed(0.0, b"HTTP/1.1 200 OK\r\n\r\n" + BODY)

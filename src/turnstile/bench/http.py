@@ -79,6 +79,9 @@ class Response:
         BrokenResponseError
             If it cannot be an HTTP/1.1 answer.
         """
+        if self._part is _Part.CHUNK_SIZE and not self._buffer and (piece := _one_chunk(data)):
+            self.pieces.append((now, piece))
+            return False
         self._buffer = self._buffer + data if self._buffer else data
         body: list[bytes] = []
         while self._part is not _Part.DONE and self._step(body):
@@ -166,6 +169,17 @@ class Response:
         else:
             self._part, self.keep_alive = _Part.UNTIL_CLOSE, False
         return True
+
+
+def _one_chunk(data: bytes) -> bytes | None:
+    """What is in ``data`` where that is one whole chunk and nothing else, as nearly every read of
+    a stream is; None where it is anything else, the last chunk (which is empty) included.
+    """
+    end = data.find(b"\r\n")
+    digits = data[:end]
+    if end < 1 or len(data) < end + 5 or not _HEX_DIGITS.fullmatch(digits):
+        return None
+    return data[end + 2 : -2] if int(digits, 16) == len(data) - end - 4 else None
 
 
 @dataclass(frozen=True, slots=True)

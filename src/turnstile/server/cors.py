@@ -7,7 +7,7 @@ too, or the page could not read why it was refused. Credentials are never allowe
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from turnstile.server.errors import Headers
 
@@ -65,8 +65,3 @@ def names_loopback(host: bytes) -> bool:
     except ValueError:
         return False
     return True
-
-
-def header(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> bytes | None:
-    """The first value of a header; names in ASGI are lower case."""
-    return next((value for name, value in headers if name == wanted), None)

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from turnstile.server.body import BodyLimits, too_large
-from turnstile.server.cors import header
 from turnstile.server.direct import DIRECT, Direct
 from turnstile.server.errors import ApiError, Headers
 from turnstile.server.sse import COMMENT, KEEP_ALIVE
@@ -58,6 +57,7 @@ class Exchange:
     __slots__ = (
         "_body_comes",
         "_body_wanted",
+        "_headers",
         "_held",
         "_limits",
         "_receive",
@@ -79,6 +79,8 @@ class Exchange:
 
     def __init__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         self.scope = scope
+        # In ASGI their names are lower case. Of equal ones the first counts.
+        self._headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         self._receive = receive
         self._body_comes = True
         self._body_wanted = False
@@ -87,7 +89,7 @@ class Exchange:
         self._send = send
         self._watcher: asyncio.Task[None] | None = None
         self.direct: Direct | None = scope.get(DIRECT)
-        self.id = _request_id(scope["headers"])
+        self.id = _request_id(self.header(b"x-request-id"))
         self.started = time.monotonic()
         self.common_headers: Headers = [(b"x-request-id", self.id.encode())]
         self.tenant = Tenant("default")
@@ -110,7 +112,7 @@ class Exchange:
 
     def header(self, name: bytes) -> bytes | None:
         """The first value of a request header (lower-case name)."""
-        return header(self.scope["headers"], name)
+        return self._headers.get(name)
 
     # -- the request ------------------------------------------------------------------------
 
@@ -302,9 +304,8 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
 
-def _request_id(headers: list[tuple[bytes, bytes]]) -> str:
+def _request_id(given: bytes | None) -> str:
     """The client's id where it is short and printable, else one of ours."""
-    given = header(headers, b"x-request-id")
     if given and len(given) <= _MAX_REQUEST_ID and all(33 <= byte < 127 for byte in given):
         return given.decode("ascii")
     return f"req-{os.urandom(16).hex()}"
