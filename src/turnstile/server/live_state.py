@@ -138,9 +138,9 @@ def in_words(service: Service, preemptions_lately: int) -> str:
         far = f": {loading.stage}, {loading.fraction:.0%}" if loading is not None else ""
         return f"The model is being loaded{far}."
     if engine.state is EngineState.RECOVERING:
+        words = "The engine died and is being restarted; the map starts anew."
         return (
-            "The engine died and is being restarted. The map starts anew; "
-            f"{inside} inside will go on where it was."
+            words if not service.metrics.in_flight else f"{words} {inside} will go on after that."
         )
     if service.phase is Phase.DRAINING:
         return f"Shutting down: {inside} may still finish."

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Picture, StepResult
 from turnstile.server import sse
 from turnstile.server.errors import ApiError
@@ -56,6 +55,7 @@ class Watchers:
         self._viewers: Counter[Viewer] = Counter()
         self._map = LiveMap()
         self._epoch = 0
+        self._lost = False
         self._picture: Picture | None = None
         """What the newest version changed; None where it changed all."""
         self._known: dict[str, tuple[str, str]] = {}
@@ -164,20 +164,24 @@ class Watchers:
 
     def _on_step(self, result: StepResult) -> None:
         self._tape.version = self.version + 1
-        lost = not result.members and self._service.engine.state is EngineState.RECOVERING
-        if lost or (self._epoch and result.epoch != self._epoch):
-            self._lose(result.snapshot.pages_total, lost=lost)
+        if not result.members and not self._service.engine.healthy:
+            self._lose(result.snapshot.pages_total)
         self._epoch = result.epoch
         self._tape.hear(result)
         if result.picture is not None:
+            self._lost = False
             self._map.take(result.picture)
             self._publish(None if result.picture.whole else result.picture)
 
-    def _lose(self, num_pages: int, *, lost: bool) -> None:
-        """The engine is gone, and with it every page."""
+    def _lose(self, num_pages: int) -> None:
+        """The engine is gone, and with it every page. The next one begins with a whole picture.
+        While there is none this may be said again.
+        """
+        if self._lost:
+            return
+        self._lost = True
         self._map.clear(num_pages)
-        if lost:
-            self._tape.engine_lost(self._service.clock())
+        self._tape.engine_lost(self._service.clock())
         self._publish(None)
         self._tape.version = self.version + 1
 

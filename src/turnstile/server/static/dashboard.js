@@ -68,7 +68,7 @@ function take(told) {
     happenings = [];
   } else pool.change(told, performance.now());
   steps.add(told.steps);
-  happenings = [...told.happened.reverse(), ...happenings].slice(0, 12);
+  happenings = [...told.happened.reverse(), ...happenings].slice(0, 10);
   showSoon();
 }
 
@@ -265,7 +265,7 @@ function showSlots() {
 }
 
 function slotBox() {
-  const box = make("button", { type: "button", className: "slot" },
+  const box = make("button", { type: "button", className: "slot", disabled: true },
     make("span", { className: "id" }), make("span", { className: "what" }), make("span", { className: "bar" }, make("i")));
   box.addEventListener("click", () => choose(box.name === "" ? null : Number(box.name)));
   return box;
@@ -279,8 +279,8 @@ function fillSlot(box, slot, place, other) {
     box.classList.remove("new");
     if (slot) requestAnimationFrame(() => box.classList.add("new"));
     box.style.setProperty("--tenant", slot ? tenantColour(slot.tenant) : "var(--line)");
-    box.title = slot ? `${label(slot)}, ${slot.tenant}` : "";
   }
+  box.title = slot ? `${label(slot)} of ${slot.tenant}: ${slot.prompt} prompt tokens, ${slot.total - slot.prompt} of at most ${slot.most} out` : "";
   const [id, what, bar] = box.children;
   const set = (node, text) => node.textContent !== text && (node.textContent = text);
   box.setAttribute("aria-pressed", Boolean(slot && pool.chosen === slot.name));
@@ -293,7 +293,7 @@ function fillSlot(box, slot, place, other) {
   const prefill = slot.computed < slot.total - 1;
   box.dataset.part = prefill ? "prefill" : "decode";
   set(id, label(slot));
-  set(what, prefill ? `prefill ${slot.computed} / ${slot.total}` : `${slot.total - slot.prompt} of ${count(slot.most, "token")} · ${count(slot.pages.length, "page")}`);
+  set(what, prefill ? `prefill ${slot.computed} / ${slot.total}` : `${slot.total - slot.prompt} / ${slot.most} · ${count(slot.pages.length, "page")}`);
   bar.firstChild.style.width = `${(100 * (prefill ? slot.computed / slot.total : (slot.total - slot.prompt) / slot.most)).toFixed(1)}%`;
 }
 

@@ -3,8 +3,9 @@
 
 export const FREE = 0, CACHED = 1, HELD = 2, PUBLISHED = 3, SHARED = 4;
 const STATES = ["free", "cached", "held, being written", "held, findable by others", "shared"];
-const FLASH = 700; // milliseconds for which a page that changed stands out
-const BIGGEST = 26, SMALLEST = 3; // pixels of a cell
+const FLASH = 600; // milliseconds for which a page that changed stands out
+const BIGGEST = 32, SMALLEST = 3; // pixels of a cell
+const TALLEST = 330; // pixels of the pool; fewer pages take less
 
 const style = getComputedStyle(document.documentElement);
 export const colour = (name) => style.getPropertyValue(`--${name}`).trim();
@@ -12,12 +13,12 @@ export const colour = (name) => style.getPropertyValue(`--${name}`).trim();
 // Tenants and sequences get hues as far apart as the golden angle puts them.
 const hues = new Map();
 export function tenantColour(tenant) {
-  if (!tenant) return colour("soft");
+  if (!tenant) return colour("other");
   if (!hues.has(tenant)) hues.set(tenant, (168 + hues.size * 137.5) % 360);
   return hue(hues.get(tenant));
 }
 const sequenceColour = (name) => hue((name * 137.5) % 360);
-const hue = (degrees) => `hsl(${degrees.toFixed(0)} 62% ${dark() ? 56 : 44}%)`;
+const hue = (degrees) => `hsl(${degrees.toFixed(0)} 55% ${dark() ? 58 : 48}%)`;
 const dark = () => matchMedia("(prefers-color-scheme: dark)").matches;
 
 // A canvas as sharp as the screen; returns its context and its size in CSS pixels.
@@ -194,8 +195,10 @@ export class PoolMap {
   draw(now) {
     if (!this.dirty && !(now - this.lastChange < FLASH)) return;
     this.dirty = false;
-    const { context, width, height } = prepare(this.canvas);
-    const grid = (this.grid = this.layout(width, height));
+    const grid = (this.grid = this.layout(this.canvas.clientWidth, TALLEST));
+    const rows = Math.ceil(this.states.length / grid.each / grid.columns);
+    this.canvas.style.height = `${Math.max(2 * BIGGEST, Math.ceil(rows * grid.cell))}px`;
+    const { context } = prepare(this.canvas);
     const paint = this.palette();
     const gap = grid.cell >= 6 ? 1 : 0;
     const lit = this.slots.get(this.chosen);
@@ -233,7 +236,7 @@ export class PoolMap {
     if (state === FREE) context.fillStyle = paint.free;
     else if (state === CACHED) context.fillStyle = paint.cached;
     else if (this.by === "tenant") context.fillStyle = tenantColour(holder?.tenant);
-    else if (this.by === "sequence" && state !== SHARED) context.fillStyle = holder ? sequenceColour(holder.name) : colour("soft");
+    else if (this.by === "sequence" && state !== SHARED) context.fillStyle = holder ? sequenceColour(holder.name) : colour("other");
     else context.fillStyle = state === SHARED ? paint.shared : state === HELD ? paint.writing : paint.held;
     context.fillRect(x, y, width, height);
     if (state === SHARED && width >= 6 && this.by === "tenant") {
@@ -254,7 +257,7 @@ export class PoolMap {
     const age = now - this.changed[page];
     if (!(age < FLASH)) return;
     this.lastChange = Math.max(this.lastChange, this.changed[page]);
-    context.globalAlpha = 0.75 * (1 - age / FLASH);
+    context.globalAlpha = (this.chosen === null ? 0.55 : 0.15) * (1 - age / FLASH);
     context.fillStyle = paint.flash;
     context.fillRect(x, y, width, height);
     context.globalAlpha = 1;
@@ -309,6 +312,7 @@ export class StepChart {
     if (!this.dirty) return;
     this.dirty = false;
     const { context, width, height } = prepare(this.canvas);
+    if (!this.steps.length) return;
     const left = 40, top = 16, split = Math.round(height * 0.6), bottom = height - 4;
     const most = Math.max(1, ...this.steps.map((s) => s.prefill + s.decode + s.drafts));
     const longest = Math.max(1e-3, ...this.steps.map((s) => s.seconds));
