@@ -114,16 +114,37 @@ def test_the_cost_model_recovers_the_coefficients() -> None:
 def test_the_finer_model_tells_apart_what_waits_for_memory_and_what_is_computed() -> None:
     rng = np.random.default_rng(2)
     fine, plain = CostModel(fine=True), CostModel()
-    true = Coefficients(5e-3, 2e-4, 3e-8, 1e-4, 9e-7, 16)
+    true = Coefficients(5e-3, 2e-4, 3e-8, 1e-4, 9e-7, 16, 1.5e-7)
     for number, cost in enumerate(steps(3, 800)):
         decodes = StepCost.decoding(int(rng.integers(1, 64)), int(rng.integers(1, 900)))
-        cost = decodes.sharing(decodes.decode_reads // 2) + (StepCost(0, 0, 0), cost)[number % 2]
+        shared = decodes.sharing(int(rng.uniform(0.0, 0.9) * decodes.decode_reads))
+        cost = shared + (StepCost(0, 0, 0), cost)[number % 2]
         for model in (fine, plain):
             model.observe(cost, true.predict(cost))
     assert dataclasses.astuple(fine.coefficients) == pytest.approx(
         dataclasses.astuple(true), rel=0.02
     )
     assert (plain.coefficients.epsilon, plain.coefficients.knee) == (None, 0)
+
+
+def test_what_is_shared_is_believed_to_cost_a_part_until_steps_that_share_tell() -> None:
+    rng, model = np.random.default_rng(5), CostModel(fine=True)
+    true = Coefficients(5e-3, 1e-4, 1e-7, 1e-4, 6e-7, 0, 6e-8)
+
+    def observe(users: int, shared: int) -> None:
+        decodes = StepCost.decoding(users, int(rng.integers(100, 400)) + shared)
+        again = shared * (users - 1)
+        model.observe(decodes.sharing(again), true.predict(decodes.sharing(again)))
+
+    for _ in range(300):
+        observe(int(rng.integers(1, 100)), 0)
+    fit = model.coefficients
+    assert fit.epsilon is not None
+    assert fit.zeta == pytest.approx(CACHED_READ * fit.epsilon, rel=0.02)
+    for _ in range(150):
+        observe(int(rng.integers(50, 100)), 512)
+    assert model.coefficients.zeta == pytest.approx(6e-8, rel=0.1)
+    assert model.coefficients.epsilon == pytest.approx(6e-7, rel=0.1)
 
 
 def test_up_to_the_knee_rows_are_free_and_shared_pages_cost_less_the_second_time() -> None:
@@ -134,7 +155,11 @@ def test_up_to_the_knee_rows_are_free_and_shared_pages_cost_less_the_second_time
     saved = cost.predict(decodes) - cost.predict(decodes.sharing(1000))
     assert saved == pytest.approx((1 - CACHED_READ) * 1000 * 9e-7)
     assert decodes.sharing(10**9).decode_reads == 0
-    assert cost.scaled(2.0).predict(decodes) == pytest.approx(2.0 * cost.predict(decodes))
+    assert decodes.sharing(10**9).shared_reads == decodes.decode_reads
+    told = dataclasses.replace(cost, zeta=2e-7)
+    assert cost.predict(decodes) - told.predict(decodes.sharing(1000)) == pytest.approx(1000 * 7e-7)
+    for each, step in ((cost, decodes), (told, decodes.sharing(1000))):
+        assert each.scaled(2.0).predict(step) == pytest.approx(2.0 * each.predict(step))
 
 
 def test_pages_are_read_again_by_the_rows_that_decode_and_not_by_prompts() -> None:

@@ -23,8 +23,8 @@ from turnstile.engine.client import (
     Stream,
 )
 from turnstile.engine.protocol import (
-    CostModel,
     EngineInfo,
+    FittedCost,
     Picture,
     Row,
     Snapshot,
@@ -133,7 +133,7 @@ class FakeEngine(EngineClient):
         self.failures: dict[int, Failure] = {}
         self.held = False
         self.cached_tokens = 0
-        self.cost = CostModel()
+        self.cost = FittedCost()
         self.resets = 0
         self.alive = True
         self.epoch = 1

@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from server.served import Serve, Served, events, until
-from turnstile.engine.protocol import CostModel
+from turnstile.engine.protocol import FittedCost
 from turnstile.server.gate import Gate
 
 
@@ -57,7 +57,7 @@ def test_a_predicted_wait_over_the_bound_is_refused_and_says_how_long_it_is(serv
     async def scenario() -> None:
         config = {"max_queue_wait": 1.0}
         async with serve(max_num_seqs=1, delay=0.005, config=config) as served:
-            served.engine.cost = CostModel(alpha=0.1, samples=100)
+            served.engine.cost = FittedCost(alpha=0.1, samples=100)
             running = asyncio.create_task(served.complete(max_tokens=200, ignore_eos=True))
             await until(lambda: gate_of(served).running == 1)
             answer = await served.complete(max_tokens=200, ignore_eos=True)
@@ -135,7 +135,7 @@ def test_every_ending_gives_the_place_back(serve: Serve, ending: str) -> None:
 def test_the_calibration_is_exported(serve: Serve) -> None:
     async def scenario() -> None:
         async with serve() as served:
-            served.engine.cost = CostModel(alpha=0.001, samples=100)
+            served.engine.cost = FittedCost(alpha=0.001, samples=100)
             events(await served.complete(max_tokens=3, stream=True))
             events(await served.complete(max_tokens=3, stream=True))
             text = (await served.client.get("/metrics")).text

@@ -89,7 +89,7 @@ def test_a_simulator_learns_the_machine_from_what_the_server_tells(serve: Serve)
             metrics = re.sub(r'((?:turn|step)_cost_seconds{per="step"}) .*', r"\1 0.002", metrics)
             metrics = re.sub(r"\n(turnstile_cost_samples) .*", r"\n\1 500.0", metrics)
             known = learn("here", metrics, told)
-            assert known.coefficients == Coefficients(0.002, 0.0, 0.0, 0.0, 0.0)
+            assert known.coefficients == Coefficients(0.002, 0.0, 0.0, 0.0, 0.0, zeta=0.0)
             setup, info = calibrated(known), served.engine.info
             assert info is not None
             assert (setup.num_pages, setup.page_size) == (info.num_pages, info.page_size)

@@ -32,6 +32,7 @@ turnstile_turn_cost_seconds{per="token"} 1e-4
 turnstile_turn_cost_seconds{per="query_key_pair"} 3e-08
 turnstile_turn_cost_seconds{per="sequence"} 5e-5
 turnstile_turn_cost_seconds{per="decode_read"} 9e-8
+turnstile_turn_cost_seconds{per="shared_read"} 2e-8
 turnstile_turn_cost_knee_tokens 16.0
 turnstile_cost_samples 321.0
 """
@@ -39,7 +40,7 @@ EXPOSED += EXPOSED.replace("turn_cost", "step_cost").replace("0.002", "0.001")
 
 
 def test_costs_are_read_from_the_metrics() -> None:
-    assert parse_costs(EXPOSED, "turn") == Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16)
+    assert parse_costs(EXPOSED, "turn") == Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16, 2e-8)
     with pytest.raises(CalibrationError, match="turn_cost"):
         parse_costs("turnstile_steps_total 3", "turn")
     told = {"engine_config": {"num_pages": 100, "page_size": 16}}
@@ -56,7 +57,7 @@ def test_costs_are_read_from_the_metrics() -> None:
 def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
     known = Calibration(
         source="a test",
-        coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16),
+        coefficients=Coefficients(0.002, 1e-4, 3e-8, 5e-5, 9e-8, 16, 2e-8),
         passes=Coefficients(0.001, 1e-4, 3e-8, 5e-5),
         samples=300,
         front=Front(1e-3, 2e-3),

@@ -11,10 +11,12 @@ wants the finer model, a roofline in three places:
 
     seconds = alpha + beta · max(tokens, knee) + gamma · Σ q·context of prompts' chunks
               + delta · batch + epsilon · tokens of K and V that decoding rows read
+              + zeta · those that they read which another row of the step has read
 
 Up to the knee a step waits for the weights, however many rows it has. The pairs of a chunk share
 what is read and take time to compute; rows that decode wait for their K and V, and less for those
-of a page that another row has read in the same step: it is in the processor's cache by then.
+of a page that another row has read in the same step: it is in the processor's cache by then. How
+much less only loads that share tell; without any it is taken to be :data:`CACHED_READ`.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ CACHED_READ = 0.39
 """What attending to K and V that another row of the step attends to as well costs of attending to a
 row's own. Attention of 100 rows with contexts of 560 took 0.45 as long where the first 512 tokens
 are in the same pages (int8 with AMX): 0.45 = 0.098 for what is read from memory + 0.902 · 0.39.
-``scripts/bench_kernels.py --cached-read`` measures it and prints the line. No load without sharing
-could teach it.
+``scripts/bench_kernels.py --cached-read`` measures it and prints the line. It is what a cost model
+believes until it has seen steps that share.
 """
 
 
@@ -50,7 +52,9 @@ class StepCost:
     decode_context
         The part of ``query_context`` that belongs to chunks of a single row.
     decode_reads
-        Tokens of K and V which those rows read from memory, or as many as cost the same.
+        Tokens of K and V which those rows read from memory.
+    shared_reads
+        Those that they read besides, which another row has read in the same step.
     """
 
     tokens: int
@@ -58,6 +62,7 @@ class StepCost:
     batch: int
     decode_context: int = 0
     decode_reads: int = 0
+    shared_reads: int = 0
 
     def __add__(self, other: StepCost) -> StepCost:
         return StepCost(
@@ -66,12 +71,17 @@ class StepCost:
             self.batch + other.batch,
             self.decode_context + other.decode_context,
             self.decode_reads + other.decode_reads,
+            self.shared_reads + other.shared_reads,
         )
 
     def sharing(self, tokens: int) -> StepCost:
         """The same where so many of those tokens have been read for another sequence before."""
-        saved = round((1 - CACHED_READ) * tokens)
-        return replace(self, decode_reads=max(0, self.decode_reads - saved))
+        shared = min(tokens, self.decode_reads)
+        return replace(
+            self,
+            decode_reads=self.decode_reads - shared,
+            shared_reads=self.shared_reads + shared,
+        )
 
     @classmethod
     def decoding(cls, rows: int, context: float) -> StepCost:
@@ -115,6 +125,7 @@ def read_again(pool: PagePool, decoding: int, running: int) -> int:
 class Coefficients:
     """Seconds: per step, per token, per query-key pair, per sequence, and per token that decoding
     rows read (None: their pairs cost what all do). Fewer tokens than ``knee`` cost as many.
+    ``zeta`` is per token that a row reads after another; None: a part of ``epsilon``.
     """
 
     alpha: float
@@ -123,6 +134,7 @@ class Coefficients:
     delta: float
     epsilon: float | None = None
     knee: int = 0
+    zeta: float | None = None
 
     def predict(self, cost: StepCost) -> float:
         """Seconds the step takes."""
@@ -133,15 +145,18 @@ class Coefficients:
             + self.delta * cost.batch
         )
         if self.epsilon is not None:
-            seconds += self.epsilon * cost.decode_reads - self.gamma * cost.decode_context
+            zeta = CACHED_READ * self.epsilon if self.zeta is None else self.zeta
+            seconds += self.epsilon * cost.decode_reads + zeta * cost.shared_reads
+            seconds -= self.gamma * cost.decode_context
         return seconds
 
     def scaled(self, factor: float) -> Coefficients:
         """All of them times ``factor``."""
         epsilon = None if self.epsilon is None else self.epsilon * factor
+        zeta = None if self.zeta is None else self.zeta * factor
         return Coefficients(
             self.alpha * factor, self.beta * factor, self.gamma * factor, self.delta * factor,
-            epsilon, self.knee,
+            epsilon, self.knee, zeta,
         )  # fmt: skip
 
 
@@ -163,7 +178,11 @@ class CostModel:
     TRUSTED = 4.0
     """How many times as long as foretold a step may take, or as short, and count in full."""
     # Brings the features to one magnitude, so that the ridge means the same for each.
-    SCALE = np.array([1.0, 1e2, 1e5, 1e2, 1e4])
+    SCALE = np.array([1.0, 1e2, 1e5, 1e2, 1e4, 1e4])
+    BELIEF = 1e-4
+    """How firmly :data:`CACHED_READ` is believed, as a part of all that was seen: enough to decide
+    where nothing was shared, next to nothing where something was.
+    """
     KNEES = np.array([0, 8, 16, 32, 64, 128])
     """Those that are tried; the lowest is taken that leaves no more than chance to higher ones."""
 
@@ -172,13 +191,16 @@ class CostModel:
         self.samples = 0
         self.largest_batch = 0
         """Sequences of the largest step seen: what more cost is extrapolated."""
-        size = 5 if fine else 4
+        size = 6 if fine else 4
         self._scale = self.SCALE[:size]
         self._knees = self.KNEES if fine else self.KNEES[:1]
         # For each knee; and the sum of the squares that the knees are to explain.
         self._gram = np.zeros((len(self._knees), size, size))
         self._moment = np.zeros((len(self._knees), size))
         self._squares = 0.0
+        belief = np.zeros(size)
+        belief[4:] = (-CACHED_READ, 1.0) if fine else ()
+        self._belief = np.outer(belief, belief)
         self._decay = 0.5 ** (1 / self.HALF_LIFE)
         self._fitted_at = 0
         self._coefficients = Coefficients(0.0, 0.0, 0.0, 0.0)
@@ -195,7 +217,7 @@ class CostModel:
         values = [1.0, cost.tokens, cost.query_context, cost.batch]
         if self.fine:
             values[2] -= cost.decode_context
-            values.append(cost.decode_reads)
+            values += (cost.decode_reads, cost.shared_reads)
         expected = self._expected(cost, seconds)
         features = np.tile(np.array(values), (len(self._knees), 1))
         np.maximum(features[:, 1], self._knees, out=features[:, 1])
@@ -254,15 +276,16 @@ class CostModel:
     def _fit(self) -> None:
         least = math.inf
         for knee, gram, moment in zip(self._knees.tolist(), self._gram, self._moment, strict=True):
-            solution = least_squares(gram, moment)
+            belief = self.BELIEF * np.trace(gram) / len(gram) * self._belief
+            solution = least_squares(gram + belief, moment)
             left = float(self._squares - 2.0 * moment @ solution + solution @ gram @ solution)
             # A higher knee must explain more than chance does.
             chance = 4.0 * max(left / self._squares, 1e-4)
             if least == math.inf or left < least - chance:
                 least = left
                 alpha, beta, gamma, delta, *rest = (solution / self._scale).tolist()
-                epsilon = rest[0] if self.fine else None
-                self._coefficients = Coefficients(alpha, beta, gamma, delta, epsilon, knee)
+                epsilon, zeta = rest if self.fine else (None, None)
+                self._coefficients = Coefficients(alpha, beta, gamma, delta, epsilon, knee, zeta)
         self._fitted_at = self.samples
 
 

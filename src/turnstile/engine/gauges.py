@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from turnstile.core.cost import CostModel as StepCostModel
+from turnstile.core.cost import CostModel
 from turnstile.core.forecast import prefill_left
 from turnstile.core.scheduler import Scheduler
 from turnstile.core.speculation import DraftCounts
-from turnstile.engine.protocol import CostModel, Snapshot
+from turnstile.engine.protocol import FittedCost, Snapshot
 
 
 class Gauges:
     """Seconds and tokens of steps, and the cost of whole turns of the loop."""
 
     def __init__(self) -> None:
-        self.turns = StepCostModel(fine=True)
+        self.turns = CostModel(fine=True)
         """What a simulator needs to foretell a step's end: the pass and all that is around it."""
         self._busy_seconds = 0.0
         self._step_seconds = 0.0
@@ -75,9 +75,9 @@ class Gauges:
         )
 
 
-def _fitted(model: StepCostModel) -> CostModel:
+def _fitted(model: CostModel) -> FittedCost:
     fit = model.coefficients
-    return CostModel(
+    return FittedCost(
         fit.alpha, fit.beta, fit.gamma, fit.delta, model.samples, model.largest_batch, fit.epsilon,
-        fit.knee,
+        fit.knee, fit.zeta,
     )  # fmt: skip

@@ -164,11 +164,11 @@ class Draws(msgspec.Struct, array_like=True, gc=False):
         return zip(self.numbers, self.firsts, self.tokens, self.charged, strict=True)
 
 
-class CostModel(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class FittedCost(msgspec.Struct, array_like=True, frozen=True, gc=False):
     """``seconds = alpha + beta·tokens + gamma·Σ q·context + delta·batch`` of a step, as measured.
 
     ``samples`` counts the steps it was fitted to; 0 means cold. ``largest_batch`` is the most
-    sequences one of them had. ``epsilon`` and ``knee`` are those of the finer model
+    sequences one of them had. ``epsilon``, ``knee`` and ``zeta`` are those of the finer model
     (:mod:`turnstile.core.cost`), None and 0 where it is the plain one.
     """
 
@@ -180,6 +180,7 @@ class CostModel(msgspec.Struct, array_like=True, frozen=True, gc=False):
     largest_batch: int = 0
     epsilon: float | None = None
     knee: int = 0
+    zeta: float | None = None
 
 
 class Snapshot(msgspec.Struct, array_like=True, gc=False):
@@ -215,9 +216,9 @@ class Snapshot(msgspec.Struct, array_like=True, gc=False):
     """That of each tenant that was active in the snapshot before, and is no more."""
     tenant_level: float = 0.0
     """The counter to which a newcomer is lifted while nobody is active."""
-    cost: CostModel = CostModel()
+    cost: FittedCost = FittedCost()
     """Of the forward passes alone."""
-    turn: CostModel = CostModel()
+    turn: FittedCost = FittedCost()
     """Of whole turns of the loop: planning, committing and messages included."""
     prefill_tokens: int = 0
     """Prompt tokens that those running have still to compute."""

@@ -45,7 +45,9 @@ def view_of(snapshot: Snapshot, steps: int, page_size: int) -> EngineView:
     cost = snapshot.turn if snapshot.turn.samples >= CostModel.WARM else snapshot.cost
     return EngineView(
         steps=steps,
-        cost=Coefficients(cost.alpha, cost.beta, cost.gamma, cost.delta, cost.epsilon, cost.knee),
+        cost=Coefficients(
+            cost.alpha, cost.beta, cost.gamma, cost.delta, cost.epsilon, cost.knee, cost.zeta
+        ),
         cost_samples=cost.samples,
         free_tokens=(snapshot.pages_free + snapshot.pages_cached) * page_size,
         prefill_tokens=snapshot.prefill_tokens,

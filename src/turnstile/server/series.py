@@ -14,7 +14,7 @@ from typing import Literal
 
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
-from turnstile.engine.protocol import CostModel
+from turnstile.engine.protocol import FittedCost
 from turnstile.server.gate import REASONS, Gate
 from turnstile.server.histogram import Histogram
 from turnstile.server.metrics import OUTCOMES, Metrics
@@ -87,9 +87,10 @@ def _kv_usage(metrics: Metrics) -> float:
 
 def _cost(field: str) -> Callable[[Metrics], Labelled]:
     def read(metrics: Metrics) -> Labelled:
-        fit: CostModel = getattr(metrics.snapshot, field)
+        fit: FittedCost = getattr(metrics.snapshot, field)
         decoding = fit.gamma if fit.epsilon is None else fit.epsilon
-        values = (fit.alpha, fit.beta, fit.gamma, fit.delta, decoding)
+        shared = decoding if fit.zeta is None else fit.zeta
+        values = (fit.alpha, fit.beta, fit.gamma, fit.delta, decoding, shared)
         return dict(zip(_COSTS, values, strict=True))
 
     return read
@@ -165,7 +166,7 @@ def _tasks() -> float:
         return 0
 
 
-_COSTS = ("step", "token", "query_key_pair", "sequence", "decode_read")
+_COSTS = ("step", "token", "query_key_pair", "sequence", "decode_read", "shared_read")
 _STATUSES = ("2xx", "3xx", "4xx", "5xx")
 _STATES = tuple(state.value for state in EngineState)
 _REASONS = tuple(reason.value for reason in WaitReason)
@@ -263,8 +264,8 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                help="Times the books of the pool did not balance and were written anew.",
                read=_total("repairs")),
         Series(kind="gauge", name="step_cost_seconds",
-               help="Fitted cost of a forward pass: per step, token, query-key pair, sequence, and "
-               "token of K and V that decoding sequences read.",
+               help="Fitted cost of a forward pass: per step, token, query-key pair, sequence, "
+               "token of K and V that decoding sequences read, and one that another has read.",
                read=_cost("cost"), label="per", values=_COSTS),
         Series(kind="gauge", name="turn_cost_seconds",
                help="The same of whole turns of the loop, with planning and messages.",

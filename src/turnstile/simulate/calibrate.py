@@ -25,6 +25,7 @@ _PARTS = {
     "gamma": "query_key_pair",
     "delta": "sequence",
     "epsilon": "decode_read",
+    "zeta": "shared_read",
 }
 
 

@@ -18,17 +18,19 @@ KEYS = ("flooding-tenant", "quiet-tenant")
 """The tenants of the flood, by their keys."""
 
 
-def stair(users: int, requests: int, prompt: Uniform, output: Uniform) -> Workload:
-    """So many users with such requests, for a while."""
-    return Workload("stairs", "", requests, prompt, output, users=users)
+def stair(users: int, requests: int, prompt: Uniform, output: Uniform, prefix: int = 0) -> Workload:
+    """So many users with such requests, for a while; ``prefix``: tokens that all begin with."""
+    return Workload("stairs", "", requests, prompt, output, users=users, prefix=prefix)
 
 
 STAIRS = (
     *(stair(users, 3 * users, Uniform(16, 96), Uniform(16, 64)) for users in (2, 8, 16, 32)),
     stair(16, 24, Uniform(256, 1024), Uniform(32, 64)),
+    stair(32, 96, Uniform(16, 64), Uniform(16, 32), prefix=512),
 )
 """What a new server gets first, always the same lengths. They warm it up, and they show the
-engine's fit what W1 has little of: small steps, long prompts, few rows with long contexts.
+engine's fit what W1 has little of: small steps, long prompts, few rows with long contexts, and what
+it has nothing of: pages that many share.
 """
 
 

@@ -180,13 +180,15 @@ def _describe(measured: Measured) -> str:
     steps, tokens = _told(f.alpha * 1e3 for f in fits), _told(f.beta * 1e6 for f in fits)
     pairs, sequences = _told(f.gamma * 1e9 for f in fits), _told(f.delta * 1e6 for f in fits)
     reads = _told((f.gamma if f.epsilon is None else f.epsilon) * 1e9 for f in fits)
+    shared = _told((f.zeta or 0.0) * 1e9 for f in fits)
     knees = _told(f.knee for f in fits)
     return (
         f"{measured.requests} requests a run, {len(measured.rounds)} rounds of every load, "
         f"measured {measured.when} UTC, {measured.cores} cores, client on the same cores. "
         f"What W1 has taught in each round: {steps} ms a step, {tokens} µs a token (but {knees} "
         f"cost as many as fewer), {pairs} ns a query-key pair of a prompt, {reads} ns a token that "
-        f"decoding rows read, {sequences} µs a sequence; "
+        f"decoding rows read and {shared} ns one that another row has read, {sequences} µs a "
+        "sequence; "
         f"{_told(f.per_request * 1e6 for f in fronts)} µs a request at the door and a first or "
         f"last token, {_told(f.delivery * 1e3 for f in fronts)} ms to the client and "
         f"{_told(f.per_row * 1e6 for f in fronts)} µs for each row of the step. "

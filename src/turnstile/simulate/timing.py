@@ -121,6 +121,7 @@ def finite(coefficients: Coefficients) -> Coefficients:
         "gamma": coefficients.gamma,
         "delta": coefficients.delta,
         "epsilon": coefficients.epsilon or 0.0,
+        "zeta": coefficients.zeta or 0.0,
     }
     for name, value in values.items():
         if not (math.isfinite(value) and value >= 0):
