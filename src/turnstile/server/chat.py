@@ -29,6 +29,7 @@ from turnstile.server.threads import ends_by
 from turnstile.server.tools import ToolUse, tool_use
 from turnstile.text.chat import ChatInput, ChatPrompt
 from turnstile.text.errors import MessageError, TemplateError
+from turnstile.text.reasoning import CLOSE
 
 _LOOKED_AT = 10_000
 """Parts of messages whose lengths are added up on the event loop: a millisecond or two."""
@@ -59,6 +60,17 @@ class Chats(Endpoint[ChatRequest]):
     ) -> ToolUse | None:
         """``tools`` and ``tool_choice``."""
         return tool_use(request, model, config)
+
+    def thinks(self, request: ChatRequest, model: ServedModel, config: ServerConfig) -> bool:
+        """Models whose template knows the tags do, and those of which the operator says so."""
+        parser = config.reasoning_parser
+        if parser == "auto":
+            return model.chat.mentions(CLOSE, request.chat_template)
+        return parser != "none"
+
+    def shows_reasoning(self, request: ChatRequest) -> bool:
+        """``include_reasoning``."""
+        return request.include_reasoning is not False
 
     def wants_logprobs(self, request: ChatRequest) -> bool:
         """True asks for them."""

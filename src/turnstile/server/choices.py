@@ -32,6 +32,8 @@ class Choice:
         Tokens covered by what was streamed.
     began
         Something of it was streamed.
+    reasoning_tokens
+        Tokens of what was thought before anything was said.
     logprob_sum
         Of its tokens, where log-probabilities were asked for.
     """
@@ -45,6 +47,7 @@ class Choice:
         "job",
         "last_time",
         "logprob_sum",
+        "reasoning_tokens",
         "sent_tokens",
         "stop_reason",
         "text",
@@ -62,6 +65,7 @@ class Choice:
         self.sent_tokens = 0
         self.began = False
         self.logprob_sum = 0.0
+        self.reasoning_tokens = 0
 
     @property
     def num_tokens(self) -> int:

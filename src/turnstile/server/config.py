@@ -80,6 +80,9 @@ class ServerConfig:
     """Let the model call tools of its own accord where a request brings some."""
     tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = "auto"
     """How the model writes tool calls. Default: as its chat template asks it to."""
+    reasoning_parser: Literal["auto", "none", "deepseek_r1", "qwen3"] = "auto"
+    """Tell what the model thinks from what it says, by its `<think>` tags: always, never (`none`),
+    or where the chat template knows them (`auto`)."""
     trust_request_chat_template: bool = False
     """Render a `chat_template` that comes with a request. Such a template can burn CPU."""
     default_timeout: float | None = None

@@ -45,6 +45,7 @@ class Wishes:
     include_usage: bool = False
     continuous_usage: bool = False
     interval: int = 1
+    reasoning: bool = True
 
 
 class Frames(ABC):

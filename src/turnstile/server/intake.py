@@ -22,12 +22,13 @@ from turnstile.server.grammar import check, constraint_of
 from turnstile.server.json_body import decode
 from turnstile.server.model import ServedModel
 from turnstile.server.parameters import deadline_of, make_params, priority_of
+from turnstile.server.parsed import ParsedFrames
 from turnstile.server.prompts import TokenizedPrompt
 from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest, CompletionRequest, GenerationRequest
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
-from turnstile.server.tools import ToolFrames, ToolUse
+from turnstile.server.tools import ToolUse
 from turnstile.server.usage import Record
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
@@ -65,6 +66,14 @@ class Endpoint(ABC, Generic[R]):
     def tool_use(self, request: R, model: ServedModel, config: ServerConfig) -> ToolUse | None:
         """What may be called in the answer, if anything. Raises :class:`ApiError` 400."""
         return None
+
+    def thinks(self, request: R, model: ServedModel, config: ServerConfig) -> bool:
+        """Whether the model may think aloud before it answers."""
+        return False
+
+    def shows_reasoning(self, request: R) -> bool:
+        """Whether what is thought is part of the answer."""
+        return True
 
     def echoes(self, request: R) -> bool:
         """Whether the prompt is part of the answer."""
@@ -126,7 +135,11 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head(endpoint.id_prefix, model, request)
     parts = (head, wishes, model.tokenizer, record)
-    frames = endpoint.frames(*parts) if use is None else ToolFrames(*parts, use)
+    thinks = constraint is None and endpoint.thinks(request, model, config)
+    if use is None and not thinks:
+        frames = endpoint.frames(*parts)
+    else:
+        frames = ParsedFrames(*parts, use, thinks=thinks)
     return Answer(service, exchange, record, frames, stream=bool(request.stream), keep=keep)
 
 
@@ -159,4 +172,5 @@ def make_wishes(endpoint: Endpoint[R], request: R, default_interval: int) -> Wis
         include_usage=bool(options and options.include_usage),
         continuous_usage=bool(options and options.continuous_usage_stats),
         interval=interval,
+        reasoning=endpoint.shows_reasoning(request),
     )

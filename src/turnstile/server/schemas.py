@@ -109,6 +109,8 @@ class ChatRequest(GenerationRequest, kw_only=True):
     """``auto``, ``none``, ``required``, or ``{"type": "function", "function": {"name": …}}``."""
     parallel_tool_calls: bool | None = True
     """Whether an answer may have several calls, where they are demanded."""
+    include_reasoning: bool | None = True
+    """Whether the answer shows what the model thought before it."""
     functions: list[Any] | None = None
     modalities: list[str] | None = None
 

@@ -65,7 +65,7 @@ def usage_of(jobs: Sequence[Job]) -> dict[str, object]:
         "total_tokens": prompt + output,
         "prompt_tokens_details": {"cached_tokens": sum(job.cached_tokens for job in jobs)},
         "completion_tokens_details": {
-            "reasoning_tokens": 0,
+            "reasoning_tokens": sum(c.reasoning_tokens for job in jobs for c in job.choices),
             "accepted_prediction_tokens": sum(job.accepted_drafts for job in jobs),
             "rejected_prediction_tokens": sum(job.rejected_drafts for job in jobs),
         },

@@ -97,8 +97,14 @@ class ChatEncoder:
 
         ``template`` is the request's own, where it has one.
         """
-        source = template or self._templates.get("tool_use") or self._templates.get("default", "")
-        return format_of(source)
+        return format_of(template or self._source("tool_use") or self._source())
+
+    def mentions(self, word: str, template: str | None = None) -> bool:
+        """Whether a word stands in the model's template, or in the request's own."""
+        return word in (template or self._source())
+
+    def _source(self, name: str = "default") -> str:
+        return self._templates.get(name, "")
 
     def render(self, chat: ChatInput) -> str:
         """Text of the chat, as the model sees it."""
