@@ -19,6 +19,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What there is to import, without importing it."""
+    return sorted({*globals(), *__all__} - {"TYPE_CHECKING"})
+
+
 def __getattr__(name: str) -> object:
     """Import the Python API when it is asked for: the server and the CLI do without it."""
     if name not in _HOMES:

@@ -43,6 +43,7 @@ def test_every_load_is_measured_with_fresh_text_and_gets_a_line() -> None:
     assert len(set(prompts)) == len(prompts) == 6
     assert result["capacity"] == "3 users"
     lines = sweep_table(result).splitlines()
+    assert lines[0].startswith("times in ms  ")
     assert [(line.split()[0], line.split()[-1]) for line in lines[1:3]] == [
         ("1", "100.0%"),
         ("3", "100.0%"),

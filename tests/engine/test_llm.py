@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import turnstile
 from tiny_models import make_tiny_llama
 from turnstile import LLM, AsyncLLM, SamplingParams
 from turnstile.core.admission import NeverFitsError
@@ -198,3 +199,11 @@ with LLM({str(model)!r}, backend="native", num_pages=64, threads=1) as llm:
 print(len(output.outputs[0].token_ids), 'torch' in sys.modules)
 """
     assert said_by(code) == ["4", "False"]
+
+
+def test_what_can_be_imported_is_listed_before_it_is_imported() -> None:
+    names = dir(turnstile)
+    assert {*turnstile.__all__} <= {*names}
+    assert "TYPE_CHECKING" not in names
+    for name in turnstile.__all__:
+        assert hasattr(turnstile, name)

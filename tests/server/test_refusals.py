@@ -44,6 +44,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
     ({"presence_penalty": 3}, "presence_penalty"),
     ({"frequency_penalty": -3}, "frequency_penalty"),
     ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"repetition_penalty": 1e-30}, "repetition_penalty"),
+    ({"repetition_penalty": 100.5}, "repetition_penalty"),
     ({"seed": 2**70}, "seed"),
     ({"seed": 10**400}, "seed"),
     ({"min_tokens": 9, "max_tokens": 5}, "min_tokens"),
@@ -303,6 +305,43 @@ def test_an_output_longer_than_the_context_is_told_by_its_own_name(serve: Serve)
                 error = answer.json()["error"]
                 assert (answer.status_code, error["param"]) == (400, "max_tokens")
                 assert "999999 for the output" in error["message"]
+
+    asyncio.run(test())
+
+
+def test_a_conversation_too_long_for_the_context_names_the_messages(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(max_model_len=256) as served:
+            for length in (300, 100_000):  # tokenized, and refused by its length alone
+                body = {"messages": [{"role": "user", "content": "1 " * length}]}
+                error = await refused(served, "/v1/chat/completions", body)
+                assert error["code"] == "context_length_exceeded"
+                assert error["param"] == "messages"
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("fields", "begins"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema is"),
+        ({"structured_outputs": {}}, "structured_outputs must"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice must"),
+        ({"structured_outputs": {"json": False}}, "structured_outputs must"),
+        ({"structured_outputs": {"json": {"type": 5}}}, "The schema or grammar"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name must"),
+        ({"tool_choice": "required"}, "tool_choice asks"),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls must"),
+    ],
+)
+def test_a_message_keeps_the_name_of_its_field(
+    serve: Serve, fields: dict[str, Any], begins: str
+) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            body = {"messages": [{"role": "user", "content": "hi"}], **fields}
+            error = await refused(served, "/v1/chat/completions", body)
+            assert error["message"].startswith(begins)
 
     asyncio.run(test())
 

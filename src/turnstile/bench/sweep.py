@@ -74,7 +74,7 @@ def sweep_table(result: dict[str, Any]) -> str:
     """One line a point, times in milliseconds."""
     points = result["points"]
     width = max(12, *(len(p["label"]) + 2 for p in points))
-    lines = [" " * width + "".join(f"{name:>14}" for name, _, _ in COLUMNS)]
+    lines = [f"{'times in ms':<{width}}" + "".join(f"{name:>14}" for name, _, _ in COLUMNS)]
     for point in points:
         cells = (cell(point["median"], path, form) for _, path, form in COLUMNS)
         lines.append(f"{point['label']:<{width}}" + "".join(f"{cell:>14}" for cell in cells))

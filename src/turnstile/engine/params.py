@@ -10,6 +10,9 @@ import msgspec
 MOST_PRIORITY = 1_000_000
 """A request's priority lies within this distance of 0."""
 
+MIN_REPETITION_PENALTY = 0.01
+"""Logits are divided by it: far smaller ones would make them infinite."""
+
 
 class ParameterError(ValueError):
     """A request parameter is out of range. ``param`` names the field."""
@@ -66,7 +69,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
         _in_range("top_k", self.top_k, -1, 2**31 - 1)
         _in_range("min_p", self.min_p, 0.0, 1.0)
-        _in_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, open_low=True)
+        _in_range("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, 100.0)
         _in_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _in_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if self.seed is not None:

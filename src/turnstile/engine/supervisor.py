@@ -278,7 +278,7 @@ class ProcessEngine(JournaledClient):
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.RECOVERING
         waiting = counted(len(self._journal.entries), "request")
-        logger.warning("%s Restarting it; waiting: %s.", why, waiting)
+        logger.warning("%s Restarting the engine; waiting: %s.", why, waiting)
         again = self._restarts - 2
         self._pause = min(_LONGEST_PAUSE, 0.1 * 2**again) if again >= 0 else 0.0
         self._tasks = [task for task in self._tasks if not task.done()]

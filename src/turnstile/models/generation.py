@@ -19,7 +19,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "top_p": (1e-9, 1),
     "top_k": (-1, 2**31 - 1),
     "min_p": (0, 1),
-    "repetition_penalty": (1e-9, 100),
+    "repetition_penalty": (0.01, 100),
 }
 """Recommendations that can be followed: what a request itself may ask for."""
 

@@ -40,6 +40,7 @@ class Chats(Endpoint[ChatRequest]):
 
     schema = ChatRequest
     id_prefix = "chatcmpl"
+    prompt_field = "messages"
     frames = ChatFrames
 
     async def read(

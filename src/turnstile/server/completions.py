@@ -21,6 +21,7 @@ class Completions(Endpoint[CompletionRequest]):
 
     schema = CompletionRequest
     id_prefix = "cmpl"
+    prompt_field = "prompt"
     frames = CompletionFrames
 
     async def read(

@@ -38,6 +38,8 @@ _KINDS = {
     504: "timeout_error",
 }
 _RETRIED_BY_CLIENTS = (408, 409, 429)
+_FIELD = re.compile(r"[a-z]+[_.\[]\w")
+"""A field's name that no word looks like: ``tool_choice``, ``tools[0]``, ``messages.0``."""
 
 
 class ApiError(Exception):
@@ -121,9 +123,12 @@ def message_refusal(error: MessageError) -> ApiError:
 
 
 def sentence(error: Exception) -> str:
-    """What an error of the layers below says, as a sentence."""
+    """What an error of the layers below says, as a sentence. A field keeps its name: where one
+    begins it, there is no capital letter.
+    """
     text = str(error)
-    text = text[:1].upper() + text[1:]
+    if not _FIELD.match(text):
+        text = text[:1].upper() + text[1:]
     return text if text.endswith((".", "!", "?")) else text + "."
 
 

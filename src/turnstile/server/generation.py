@@ -42,6 +42,8 @@ class Order:
     deadline: float | None
     priority: int
     cache_salt: str | None
+    prompt_field: str
+    """The field that holds the prompts, for errors."""
     grammar_field: str | None = None
     """The field that asked for the grammar, for an error the engine finds in it."""
     echo: bool = False
@@ -62,7 +64,11 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
     jobs = []
     for place, prompt in enumerate(order.prompts):
         max_tokens = final_max_tokens(
-            params.max_tokens, len(prompt.ids), model, order.default_max_tokens
+            params.max_tokens,
+            len(prompt.ids),
+            model,
+            order.default_max_tokens,
+            order.prompt_field,
         )
         if params.min_tokens > max_tokens:
             raise bad_request(

@@ -43,12 +43,15 @@ class Endpoint(ABC, Generic[R]):
         The request's body.
     id_prefix
         What the ``id`` of its answers begins with.
+    prompt_field
+        The field of the body that holds the prompt.
     frames
         Who writes its answers.
     """
 
     schema: type[R]
     id_prefix: str
+    prompt_field: str
     frames: type[Frames]
 
     @abstractmethod
@@ -123,6 +126,7 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
         prompts = await endpoint.read(request, reader, len(body), params, config)
     order = Order(
         prompts=prompts,
+        prompt_field=endpoint.prompt_field,
         params=params,
         default_max_tokens=endpoint.default_max_tokens(config),
         deadline=deadline,

@@ -152,21 +152,25 @@ def _refuse_unsupported(request: GenerationRequest) -> None:
 
 
 def final_max_tokens(
-    wanted: int | None, prompt_tokens: int, model: ServedModel, default: int | None
+    wanted: int | None,
+    prompt_tokens: int,
+    model: ServedModel,
+    default: int | None,
+    where: str = "prompt",
 ) -> int:
     """The output tokens a sample may get: what was asked, or ``default`` (None: all the room).
 
     Raises :class:`ApiError` 400 ``context_length_exceeded`` where prompt and output do not fit
-    the context together.
+    the context together; ``where`` is the field that holds the prompt.
     """
     limit = model.max_model_len
     room = limit - prompt_tokens
     if wanted is not None:
         if wanted > room:
-            raise context_error(prompt_tokens, limit, wanted)
+            raise context_error(prompt_tokens, limit, wanted, where)
         return wanted
     if room < 1:
-        raise context_error(prompt_tokens, limit, 1)
+        raise context_error(prompt_tokens, limit, 1, where)
     return room if default is None else min(default, room)
 
 

@@ -61,6 +61,7 @@ def table(points: Seq[Point]) -> str:
             for n, (i, w) in enumerate(zip(keep, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())
+    lines.append("TTFT, TPOT, ITL and E2E in milliseconds.")
     return "\n".join(lines)
 
 

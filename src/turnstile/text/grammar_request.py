@@ -58,7 +58,7 @@ def json_schema(schema: object) -> str:
 def regex(pattern: object) -> str:
     """Grammar of the texts a regular expression matches from end to end (Rust's syntax)."""
     if not isinstance(pattern, str):
-        raise GrammarError("the regular expression must be a string")
+        raise GrammarError("structured_outputs.regex must be a string")
     check_size(pattern)
     return _wrapped(f"start: {_lark_regex(pattern)}")
 
@@ -66,12 +66,14 @@ def regex(pattern: object) -> str:
 def choice(options: object) -> str:
     """Grammar of exactly one of some texts."""
     if not isinstance(options, Sequence) or isinstance(options, (str, bytes)) or not options:
-        raise GrammarError("choice must be a list of at least one string")
+        raise GrammarError("structured_outputs.choice must be a list of at least one string")
     if len(options) > MAX_CHOICES:
-        raise GrammarError(f"choice has {len(options)} options, more than {MAX_CHOICES}")
+        raise GrammarError(
+            f"structured_outputs.choice has {len(options)} options; at most {MAX_CHOICES} may be"
+        )
     check_size(options)
     if not all(isinstance(option, str) and option for option in options):
-        raise GrammarError("every choice must be a string that is not empty")
+        raise GrammarError("structured_outputs.choice must have strings that are not empty")
     literals = " | ".join(_lark_string(option) for option in options)
     return _wrapped(f"start: {literals}")
 
@@ -79,10 +81,10 @@ def choice(options: object) -> str:
 def lark(grammar: object) -> str:
     """Take a context-free grammar, in Lark's notation or as GBNF/EBNF with ``::=``."""
     if not isinstance(grammar, str):
-        raise GrammarError("the grammar must be a string that is not empty")
+        raise GrammarError("structured_outputs.grammar must be a string that is not empty")
     _bounded(grammar)
     if not grammar.strip():
-        raise GrammarError("the grammar must be a string that is not empty")
+        raise GrammarError("structured_outputs.grammar must be a string that is not empty")
     if "::=" in grammar:
         from llguidance.gbnf_to_lark import any_to_lark
 
