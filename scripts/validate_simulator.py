@@ -121,7 +121,7 @@ async def send(case: Case, url: str, prose: Prose, limit: float) -> tuple[list[R
     for stream in case.streams:
         planned = await plan(stream.workload, tokenizer, prose, SEED)
         at = Server.parse(url, stream.key)
-        drivers.append(Driver(at, model, planned, stream.workload.arrivals(SEED), limit))
+        drivers.append(Driver(at, model, planned, stream.arrivals(), limit))
     tokenizer.close()
     runs = await asyncio.gather(*(driver.run() for driver in drivers))
     start = min(run.start for run in runs)

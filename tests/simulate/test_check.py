@@ -93,6 +93,9 @@ def test_the_loads_are_those_that_are_sent() -> None:
     assert [tenant.name for tenant in flood.tenants] == list(KEYS)
     assert sum(flood.due == 0.0) == 24
     assert {flood.tenant(i).name for i in range(len(flood)) if flood.due[i] == 0.0} == {KEYS[0]}
+    assert flood.due[24] > 2.0
+    sent = [time for stream in by_name["flood"].streams for time in stream.arrivals().times]
+    assert sent == pytest.approx(flood.due.tolist())
     assert by_name["tiny pool"].num_pages == 256
     given = by_name["Poisson"].answers_before([by_name["W1"]])["default"]
     alone = by_name["Poisson"].answers_before([])["default"]
