@@ -9,7 +9,7 @@ import pytest
 
 from tiny_models import make_tiny_llama
 from turnstile.engine.build import build_engine, pool_pages
-from turnstile.engine.config import EngineConfig, EngineConfigError
+from turnstile.engine.config import MOST_THREADS, EngineConfig, EngineConfigError
 from turnstile.engine.machine import total_memory
 from turnstile.kernels import native
 
@@ -26,6 +26,20 @@ def test_a_pool_larger_than_all_memory_is_refused_by_name(flag: str) -> None:
     wanted = rf"--{flag.replace('_', '-')} {(fits + 1) * scale} would take [\d.,]+ GiB"
     with pytest.raises(EngineConfigError, match=wanted):
         pool_pages(config, PAGE_BYTES, 1024, "cpu")
+
+
+def test_more_threads_than_any_machine_can_use_are_refused_before_the_model_is_loaded() -> None:
+    EngineConfig(model="m", threads=MOST_THREADS).check()
+    with pytest.raises(EngineConfigError, match="--threads 5000 is more than 1024"):
+        EngineConfig(model="m", threads=5000).check()
+
+
+@pytest.mark.skipif(not native.available()[0], reason="the native kernels are not built")
+def test_a_page_size_the_kernels_cannot_use_is_refused_by_its_flag(tmp_path: Path) -> None:
+    model = str(make_tiny_llama(tmp_path / "tiny"))
+    config = EngineConfig(model=model, backend="native", page_size=7, num_pages=8)
+    with pytest.raises(EngineConfigError, match=r"--page-size 7: .*multiple of 16"):
+        build_engine(config, 1, lambda *_: None)
 
 
 def test_a_machine_with_a_gpu_and_no_torch_computes_on_the_cpu(

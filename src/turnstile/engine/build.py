@@ -98,7 +98,10 @@ def _build_real(
     began = time.monotonic()
     model = load_model(config, report)
     source, decoder, backend = model.source, model.decoder, model.decoder.backend
-    page_bytes = backend.kv_page_bytes(decoder.kv_shape(config.page_size, 1))
+    try:
+        page_bytes = backend.kv_page_bytes(decoder.kv_shape(config.page_size, 1))
+    except ValueError as error:
+        raise EngineConfigError(f"With --page-size {config.page_size}: {error}.") from error
     max_positions = source.config.max_positions
     num_pages = pool_pages(config, page_bytes, max_positions, backend.device)
     max_model_len = _max_model_len(config, max_positions, num_pages)

@@ -10,6 +10,9 @@ from typing import Literal
 
 from turnstile.models.default_model import NAME as DEFAULT_MODEL
 
+MOST_THREADS = 1024
+"""Compute threads that may be asked for: a number no machine has, and every machine can start."""
+
 
 class EngineConfigError(ValueError):
     """The configuration cannot work; the message says what to change."""
@@ -84,6 +87,11 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise EngineConfigError(
+                f"--threads {self.threads} is more than {MOST_THREADS}. More than the machine has "
+                "processors only makes it slower."
+            )
         if self.max_model_len == 1:
             raise EngineConfigError("--max-model-len 1 leaves no room for a prompt and an output.")
         if self.max_num_batched_tokens < self.max_num_seqs:
