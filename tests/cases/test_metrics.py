@@ -30,7 +30,8 @@ from turnstile.engine.fake import FakeExecutor
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import Snapshot, StepResult, Submit
-from turnstile.server.metrics import BUSY_WINDOW, MAX_TENANTS, Metrics
+from turnstile.server.ended import MAX_TENANTS
+from turnstile.server.metrics import BUSY_WINDOW, Metrics
 from turnstile.server.series import SERIES, Series
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.fake_engine import Failure, FakeEngine
+from server.fake_engine import Failure, FakeEngine, fake_info
 from server.served import Raw, Serve, Served, listening, until
 from turnstile.core.cost import Coefficients
 from turnstile.engine.client import EngineState
@@ -234,7 +234,10 @@ def test_engine_counters_go_on_when_the_engine_is_restarted() -> None:
 
 def test_accepted_guesses_are_told_by_place_and_go_on_when_the_engine_is_restarted() -> None:
     counted = metrics()
-    assert dict(counted.accepted_by_place()) == {}
+    assert counted.accepted_by_place() == {"0": 0}
+    counted.info = fake_info(draft_tokens=3)
+    assert counted.accepted_by_place() == {"0": 0, "1": 0, "2": 0}
+    counted.info = fake_info(draft_tokens=2)
     counted.on_step(StepResult(1, 5, [], [], Snapshot(step=5, accepted_by_place=[7, 2])))
     counted.on_step(StepResult(2, 1, [], [], Snapshot(step=1, accepted_by_place=[0, 0])))
     assert counted.accepted_by_place() == {"0": 7, "1": 2}

@@ -19,7 +19,7 @@ from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.machine import available_memory, compute_threads, cpu_flags, total_memory
 from turnstile.engine.protocol import EngineInfo, StepResult
-from turnstile.engine.speculation import drafter_of
+from turnstile.engine.speculation import drafter_of, most_draft_tokens
 
 if TYPE_CHECKING:
     from turnstile.models.decoder import Decoder
@@ -180,6 +180,7 @@ def _limits(config: EngineConfig, epoch: int, num_pages: int, max_model_len: int
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "admission": config.admission,
         "scheduling_policy": config.scheduling_policy,
+        "draft_tokens": most_draft_tokens(config),
     }
 
 

@@ -312,6 +312,8 @@ class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):
     exact: bool
     load_seconds: float
     scheduling_policy: str = "fair"
+    draft_tokens: int = 0
+    """Tokens of a draft at most; 0 where nobody guesses."""
 
     @property
     def kv_tokens(self) -> int:

@@ -88,3 +88,9 @@ def drafter_of(config: EngineConfig) -> Drafter | None:
     return PromptLookup(
         chosen.num_speculative_tokens, chosen.prompt_lookup_min, chosen.prompt_lookup_max
     )
+
+
+def most_draft_tokens(config: EngineConfig) -> int:
+    """Tokens of a draft at most; 0 where none are made. Raises as :func:`speculation_of`."""
+    chosen = speculation_of(config)
+    return 0 if chosen.method == "none" else chosen.num_speculative_tokens

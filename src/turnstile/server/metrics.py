@@ -16,16 +16,11 @@ from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineClient
 from turnstile.engine.protocol import EngineInfo, Snapshot, StepResult
 from turnstile.server.choices import Job
+from turnstile.server.ended import EndedRequests
 from turnstile.server.gate import Gate
-from turnstile.server.histogram import (
-    ITL_BOUNDS,
-    LATENCY_BOUNDS,
-    TTFT_BOUNDS,
-    Histogram,
-    token_bounds,
-)
+from turnstile.server.histogram import ITL_BOUNDS, TTFT_BOUNDS, Histogram
 from turnstile.server.threads import Threads
-from turnstile.server.trails import Part, RequestLog, RequestTrail
+from turnstile.server.trails import RequestLog, RequestTrail
 from turnstile.server.usage import Record
 
 OUTCOMES = ("stop", "length", "timeout", "abort", "error", "refused")
@@ -46,14 +41,9 @@ ENGINE_COUNTERS = (
     "draft_tokens",
     "accepted_tokens",
 )
-MAX_TENANTS = 100
-"""Tenants with series of their own; the rest are counted together."""
-OTHER_TENANTS = "_other"
-"""No tenant can be called this."""
 BUSY_WINDOW = 60.0
 """Seconds over which the share of busy time is taken."""
 _BUSY_SAMPLE = 2.0
-_MAX_TOKENS_BOUND = 100_000
 
 
 class Metrics:
@@ -87,25 +77,8 @@ class Metrics:
         self.generated_tokens = 0
         self.ttft = Histogram(TTFT_BOUNDS)
         self.itl = Histogram(ITL_BOUNDS)
-        self.tpot = Histogram(ITL_BOUNDS)
-        self.e2e = Histogram(LATENCY_BOUNDS)
-        self.queue_time = Histogram(LATENCY_BOUNDS)
-        self.prefill_time = Histogram(LATENCY_BOUNDS)
-        self.decode_time = Histogram(LATENCY_BOUNDS)
-        self.request_prompt_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
-        self.request_output_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
+        self.ended = EndedRequests()
         self.iteration_tokens = Histogram([1, *(8 << k for k in range(12))])
-        self.inference_time = Histogram(LATENCY_BOUNDS)
-        self.request_max_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
-        self.request_largest_output = Histogram(token_bounds(_MAX_TOKENS_BOUND))
-        self.request_n = Histogram((1, 2, 5, 10, 20))
-        self.request_computed_tokens = Histogram(token_bounds(_MAX_TOKENS_BOUND))
-        self.request_preemptions = Histogram((0, 1, 2, 5, 10, 20))
-        self.part_seconds = dict.fromkeys(Part, 0.0)
-        """Where the time of the requests that ended went."""
-        self.recoveries = 0
-        """Requests that ended after they had outlived an engine."""
-        self._tenants: dict[str, list[float]] = {OTHER_TENANTS: [0.0] * 4}
         self._busy: deque[tuple[float, float]] = deque()
         self.snapshot = Snapshot()
         self._earlier: dict[str, float] = dict.fromkeys(ENGINE_COUNTERS, 0)
@@ -141,8 +114,13 @@ class Metrics:
         return self._earlier[name] + float(getattr(self.snapshot, name))
 
     def accepted_by_place(self) -> dict[str, float]:
-        """Draft tokens that were right, by their place in the draft, over all engine processes."""
-        return {str(place): count for place, count in enumerate(self._by_place())}
+        """Draft tokens that were right, by their place in the draft, over all engine processes:
+        of all places there can be, of the first in any case.
+        """
+        places = 1 if self.info is None else max(1, self.info.draft_tokens)
+        counts = self._by_place()
+        counts += [0] * (places - len(counts))
+        return {str(place): count for place, count in enumerate(counts)}
 
     def _by_place(self) -> list[int]:
         pairs = zip_longest(self._earlier_by_place, self.snapshot.accepted_by_place, fillvalue=0)
@@ -228,64 +206,20 @@ class Metrics:
         """A request that had knocked is done; whatever its ``n``, it counts once."""
         self.in_flight -= 1
         self.outcomes[outcome] += 1
-        if record.accepted is None:
-            return
-        if record.queued is not None:
-            self.queue_time.observe(max(0.0, record.queued - record.arrived))
-        first, last = record.first_token, record.last_token
-        if first is None or last is None:
-            return
-        self.prefill_time.observe(first - (record.queued or record.accepted))
-        self.decode_time.observe(last - first)
-        if record.gaps:
-            self.tpot.observe(record.gap_sum / record.gaps)
-        if outcome in ("stop", "length", "timeout"):
-            self.e2e.observe(last - record.arrived)
-            self.request_prompt_tokens.observe(record.num_prompt)
-            self.request_output_tokens.observe(record.num_output)
+        if record.accepted is not None:
+            self.ended.answered(record, outcome)
 
     def request_closed(self, trail: RequestTrail) -> None:
-        """A request that was let in has ended: book where its time went, and on whose account."""
-        counts, samples = trail.counts, trail.samples.values()
-        leading = trail.leading()
-        assert trail.ended is not None
-        times = leading.times(trail.ended)
-        for part, seconds in times.items():
-            self.part_seconds[part] += seconds
-        self.recoveries += any(sample.crashes for sample in samples)
-        self.request_preemptions.observe(sum(sample.preemptions for sample in samples))
-        self.request_n.observe(counts["choices"])
-        self.request_max_tokens.observe(counts["max_tokens"])
-        if leading.slotted:
-            self.inference_time.observe(
-                times[Part.PREFILL] + times[Part.RECOMPUTE] + times[Part.DECODE]
-            )
-            self.request_largest_output.observe(counts["largest_output"])
-            self.request_computed_tokens.observe(counts["prompt_tokens"] - counts["cached_tokens"])
-        books = self._of_tenant(trail.tenant)
-        _book(books, counts["prompt_tokens"], counts["output_tokens"])
-        books[3] += times[Part.QUEUE]
+        """A request that was let in has ended, and all is known of it."""
+        self.ended.closed(trail)
 
     def by_tenant(self, place: int) -> dict[str, float]:
         """Prompt tokens (0), output tokens (1), requests (2), or seconds in the queue (3; of those
         that ended) by tenant, those alive included.
         """
-        totals = {name: list(books) for name, books in self._tenants.items()}
+        books = self.ended.tenants.copy()
         for trail in self.requests.alive():
-            name, record = trail.tenant, trail.record
+            record = trail.record
             if record is not None:
-                known = name in totals or len(totals) <= MAX_TENANTS
-                books = totals.setdefault(name if known else OTHER_TENANTS, [0.0] * 4)
-                _book(books, record.num_prompt, record.num_output)
-        return {name: books[place] for name, books in totals.items()}
-
-    def _of_tenant(self, name: str) -> list[float]:
-        if name not in self._tenants and len(self._tenants) > MAX_TENANTS:
-            name = OTHER_TENANTS
-        return self._tenants.setdefault(name, [0.0] * 4)
-
-
-def _book(books: list[float], prompt: int, output: int) -> None:
-    books[0] += prompt
-    books[1] += output
-    books[2] += 1
+                books.book(trail.tenant, record.num_prompt, record.num_output)
+        return books.column(place)

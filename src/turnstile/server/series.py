@@ -75,6 +75,14 @@ def _histogram(field: str) -> Callable[[Metrics], Histogram]:
     return read
 
 
+def _of_ended(field: str) -> Callable[[Metrics], Histogram]:
+    def read(metrics: Metrics) -> Histogram:
+        histogram: Histogram = getattr(metrics.ended, field)
+        return histogram
+
+    return read
+
+
 def _pages(metrics: Metrics) -> Labelled:
     now = metrics.snapshot
     return {"free": now.pages_free, "held": now.pages_held, "cached": now.pages_cached}
@@ -139,7 +147,7 @@ def _responses(metrics: Metrics) -> Labelled:
 
 
 def _parts(metrics: Metrics) -> Labelled:
-    return {str(part): seconds for part, seconds in metrics.part_seconds.items()}
+    return {str(part): seconds for part, seconds in metrics.ended.part_seconds.items()}
 
 
 def _by_tenant(place: int) -> Callable[[Metrics], Labelled]:
@@ -332,27 +340,27 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_responses, label="status", values=_STATUSES),
         Series(kind="counter", name="recovered_requests",
                help="Requests that ended after they had outlived an engine.",
-               read=lambda metrics: metrics.recoveries),
+               read=lambda metrics: metrics.ended.recoveries),
         Series(kind="histogram", name="request_prompt_tokens", help="Prompt tokens a request.",
-               read=_histogram("request_prompt_tokens"), vllm="request_prompt_tokens"),
+               read=_of_ended("prompt_tokens"), vllm="request_prompt_tokens"),
         Series(kind="histogram", name="request_output_tokens", help="Output tokens a request.",
-               read=_histogram("request_output_tokens"), vllm="request_generation_tokens"),
+               read=_of_ended("output_tokens"), vllm="request_generation_tokens"),
         Series(kind="histogram", name="request_largest_output_tokens",
                help="Output tokens of the longest sample of a request.",
-               read=_histogram("request_largest_output"),
+               read=_of_ended("largest_output"),
                vllm="request_max_num_generation_tokens"),
         Series(kind="histogram", name="request_max_tokens",
                help="The most a sample might have grown.",
-               read=_histogram("request_max_tokens"), vllm="request_params_max_tokens"),
+               read=_of_ended("max_tokens"), vllm="request_params_max_tokens"),
         Series(kind="histogram", name="request_samples", help="Samples asked for.",
-               read=_histogram("request_n"), vllm="request_params_n"),
+               read=_of_ended("samples"), vllm="request_params_n"),
         Series(kind="histogram", name="request_computed_tokens",
                help="Prompt tokens a request had to compute, the cached ones left out.",
-               read=_histogram("request_computed_tokens"),
+               read=_of_ended("computed_tokens"),
                vllm="request_prefill_kv_computed_tokens"),
         Series(kind="histogram", name="request_preemptions",
                help="Times a request was preempted.",
-               read=_histogram("request_preemptions"), vllm="request_num_preemptions"),
+               read=_of_ended("preemptions"), vllm="request_num_preemptions"),
     ),
     "Latency": (
         Series(kind="histogram", name="ttft_seconds", help="Arrival to first token.",
@@ -360,18 +368,18 @@ GROUPS: dict[str, tuple[Series, ...]] = {
         Series(kind="histogram", name="itl_seconds", help="Gaps between the tokens of a sample.",
                read=_histogram("itl"), vllm="inter_token_latency_seconds"),
         Series(kind="histogram", name="tpot_seconds", help="Mean gap of each request.",
-               read=_histogram("tpot"), vllm="request_time_per_output_token_seconds"),
+               read=_of_ended("tpot"), vllm="request_time_per_output_token_seconds"),
         Series(kind="histogram", name="e2e_seconds", help="Arrival to last token.",
-               read=_histogram("e2e"), vllm="e2e_request_latency_seconds"),
+               read=_of_ended("e2e"), vllm="e2e_request_latency_seconds"),
         Series(kind="histogram", name="queue_seconds", help="Arrival to a slot.",
-               read=_histogram("queue_time"), vllm="request_queue_time_seconds"),
+               read=_of_ended("queue_time"), vllm="request_queue_time_seconds"),
         Series(kind="histogram", name="prefill_seconds", help="Slot to first token.",
-               read=_histogram("prefill_time"), vllm="request_prefill_time_seconds"),
+               read=_of_ended("prefill_time"), vllm="request_prefill_time_seconds"),
         Series(kind="histogram", name="decode_seconds", help="First token to last.",
-               read=_histogram("decode_time"), vllm="request_decode_time_seconds"),
+               read=_of_ended("decode_time"), vllm="request_decode_time_seconds"),
         Series(kind="histogram", name="inference_seconds",
                help="Time with a slot: prefill, decode and recomputation.",
-               read=_histogram("inference_time"), vllm="request_inference_time_seconds"),
+               read=_of_ended("inference_time"), vllm="request_inference_time_seconds"),
         Series(kind="counter", name="request_part_seconds",
                help="Time of requests that ended, by what it was spent on.",
                read=_parts, label="part", values=tuple(str(part) for part in Part)),
