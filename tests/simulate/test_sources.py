@@ -164,6 +164,19 @@ def test_batches_beyond_what_was_measured_are_warned_of(
     assert ("up to 9 sequences were in a step" in said.err) == warned
 
 
+def test_a_server_that_guesses_tokens_is_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "machine.json"
+    told = {"engine": {"num_pages": 900, "page_size": 16, "model": "m"}}
+    counted = "turnstile_draft_tokens_total {}.0\nturnstile_accepted_draft_tokens_total 30.0\n"
+    for guessed, warned in ((40, True), (0, False)):
+        learn("here", EXPOSED + counted.format(guessed), told).write(path)
+        assert main(f"simulate --from {path} --users 3 --requests 20".split()) == 0
+        out = capsys.readouterr().out
+        assert ("warning: the server guesses tokens (30 of 40 were right)" in out) == warned
+
+
 def test_the_gate_can_be_bounded_from_the_command_line(
     tmp_path: Path,
 ) -> None:

@@ -50,6 +50,9 @@ class Calibration:
         Steps they were fitted to; 0 where it was not to steps.
     largest_batch
         Most sequences in one of them; 0 where nobody has said.
+    draft_tokens, accepted_tokens
+        Tokens that the machine has guessed, and how many of them were right; 0 where it guesses
+        none.
     engine
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
@@ -62,16 +65,27 @@ class Calibration:
     passes: Coefficients | None = None
     samples: int = 0
     largest_batch: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     front: Front = field(default_factory=Front)
     engine: dict[str, Any]
 
     def describe(self) -> str:
-        """Where it comes from, and how far what was measured reaches, in a line."""
+        """Where it comes from, and how far what was measured reaches, in a line; and in another, a
+        warning where that is not what is simulated.
+        """
         text = f"calibrated from {self.source}"
         if self.samples:
             text += f"; fitted to {self.samples} steps"
         if self.largest_batch:
             text += f"{' of' if self.samples else '; with'} up to {self.largest_batch} sequences"
+        if self.draft_tokens:
+            text += (
+                f"\nwarning: the server guesses tokens ({self.accepted_tokens} of "
+                f"{self.draft_tokens} were right), and here nothing is guessed: what its steps "
+                "cost is with guesses in them, and answers take more steps here than there. Learn "
+                "from a server without --spec-method and --speculative-config."
+            )
         return text
 
     @classmethod
@@ -177,6 +191,8 @@ def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
         source=source, coefficients=_sensible(coefficients),
         passes=_sensible(parse_costs(metrics, "step")), samples=samples, engine=kept,
         largest_batch=_gauge(metrics, "turnstile_cost_largest_batch"),
+        draft_tokens=_gauge(metrics, "turnstile_draft_tokens_total"),
+        accepted_tokens=_gauge(metrics, "turnstile_accepted_draft_tokens_total"),
     )  # fmt: skip
 
 
@@ -209,7 +225,7 @@ def _sensible(coefficients: Coefficients) -> Coefficients:
 
 
 def _gauge(metrics: str, name: str) -> int:
-    """A gauge without labels; 0 where there is none."""
+    """A gauge or counter without labels; 0 where there is none."""
     found = re.search(rf"^{name} (\S+)$", metrics, re.MULTILINE)
     return int(float(found.group(1))) if found else 0
 
