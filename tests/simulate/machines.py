@@ -10,7 +10,7 @@ from turnstile.core.cost import Coefficients
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.load import Load
 from turnstile.simulate.setup import Front, Setup
-from turnstile.simulate.timing import LinearTiming, StepTiming, Work
+from turnstile.simulate.timing import LinearTiming, StepTiming, StepWork
 
 COEFFICIENTS = Coefficients(alpha=1e-2, beta=1e-3, gamma=0.0, delta=0.0)
 
@@ -67,7 +67,7 @@ class ScatteredTiming:
     def coefficients(self) -> Coefficients:
         return self._timing.coefficients
 
-    def seconds(self, work: Work, step: int) -> float:
+    def seconds(self, work: StepWork, step: int) -> float:
         block, at = divmod(step, self._BLOCK)
         factors = self._blocks.get(block)
         if factors is None:

@@ -9,89 +9,89 @@ import pytest
 
 from simulate.machines import arrivals, setup
 from turnstile.bench.workloads import WORKLOADS
-from turnstile.simulate.journal import COMPLETED, REFUSED
+from turnstile.simulate.history import COMPLETED, REFUSED
 from turnstile.simulate.load import Load, LoadError, Tenant, draw, from_workload
 from turnstile.simulate.run import Plant, play, simulate
 from turnstile.simulate.setup import Front
 
 
 def test_one_request_takes_its_prefill_and_a_step_for_every_further_token() -> None:
-    journal = play(Plant(setup()), arrivals((1.0, 30, 4)))
-    assert journal.first[0] == pytest.approx(1.0 + 0.010 + 0.030)
-    assert journal.ended[0] == pytest.approx(1.040 + 3 * 0.011)
-    assert journal.tokens[0] == 4
-    assert list(journal.gap_counts) == [1, 1, 1]
-    assert journal.busy == pytest.approx(0.040 + 3 * 0.011)
+    history = play(Plant(setup()), arrivals((1.0, 30, 4)))
+    assert history.first[0] == pytest.approx(1.0 + 0.010 + 0.030)
+    assert history.ended[0] == pytest.approx(1.040 + 3 * 0.011)
+    assert history.tokens[0] == 4
+    assert list(history.gap_counts) == [1, 1, 1]
+    assert history.busy == pytest.approx(0.040 + 3 * 0.011)
 
 
 def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    journal = play(Plant(setup()), arrivals((0.0, 160, 1)))
-    assert journal.steps == 3
-    assert journal.first[0] == pytest.approx(3 * 0.010 + 0.160)
+    history = play(Plant(setup()), arrivals((0.0, 160, 1)))
+    assert history.steps == 3
+    assert history.first[0] == pytest.approx(3 * 0.010 + 0.160)
 
 
 def test_who_arrives_during_a_step_is_in_the_next_one() -> None:
-    journal = play(Plant(setup()), arrivals((0.0, 10, 3), (0.001, 10, 1)))
+    history = play(Plant(setup()), arrivals((0.0, 10, 3), (0.001, 10, 1)))
     # The first prompt until 20 ms; then its second token beside the other's prompt.
-    assert journal.first[0] == pytest.approx(0.020)
-    assert journal.started[1] == pytest.approx(0.020)
-    assert journal.first[1] == pytest.approx(0.020 + 0.010 + 0.011)
+    assert history.first[0] == pytest.approx(0.020)
+    assert history.started[1] == pytest.approx(0.020)
+    assert history.first[1] == pytest.approx(0.020 + 0.010 + 0.011)
 
 
 def test_the_front_delays_what_comes_in_and_what_goes_out() -> None:
     front = Front(per_request=0.1, delivery=0.2)
-    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 1), (0.0, 10, 1)))
-    assert journal.first[0] == pytest.approx(0.1 + 0.020 + 0.2 + 0.1)
+    history = play(Plant(setup(front=front)), arrivals((0.0, 10, 1), (0.0, 10, 1)))
+    assert history.first[0] == pytest.approx(0.1 + 0.020 + 0.2 + 0.1)
     # One after another through the door.
-    assert journal.first[1] == pytest.approx(0.2 + 0.020 + 0.2 + 0.1)
+    assert history.first[1] == pytest.approx(0.2 + 0.020 + 0.2 + 0.1)
 
 
 def test_the_more_rows_a_step_has_the_later_all_of_them_are_with_their_clients() -> None:
     front = Front(delivery=0.01, per_row=0.001)
     # Both are in the third step, the first one in the two before it alone.
-    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 3), (0.021, 10, 1)))
+    history = play(Plant(setup(front=front)), arrivals((0.0, 10, 3), (0.021, 10, 1)))
     alone, together = 0.010 + 0.001, 0.010 + 0.002
-    assert journal.first[0] == pytest.approx(0.020 + alone)
-    assert journal.last[0] == pytest.approx(0.020 + 0.011 + 0.021 + together)
-    assert journal.first[1] == journal.last[0]
-    assert list(journal.gaps) == pytest.approx([0.011, 0.021 + 0.001])
+    assert history.first[0] == pytest.approx(0.020 + alone)
+    assert history.last[0] == pytest.approx(0.020 + 0.011 + 0.021 + together)
+    assert history.first[1] == history.last[0]
+    assert list(history.gaps) == pytest.approx([0.011, 0.021 + 0.001])
 
 
 def test_an_answer_that_begins_or_ends_keeps_the_others_of_its_step_waiting() -> None:
     front = Front(per_request=0.004)
-    journal = play(Plant(setup(front=front)), arrivals((0.0, 10, 2), (0.014, 10, 3)))
+    history = play(Plant(setup(front=front)), arrivals((0.0, 10, 2), (0.014, 10, 3)))
     # The first begins alone; then it ends in the step in which the other begins.
-    assert journal.first[0] == pytest.approx(0.004 + 0.020 + 0.004)
-    assert journal.last[0] == pytest.approx(0.024 + 0.021 + 2 * 0.004)
-    assert journal.first[1] == journal.last[0]
+    assert history.first[0] == pytest.approx(0.004 + 0.020 + 0.004)
+    assert history.last[0] == pytest.approx(0.024 + 0.021 + 2 * 0.004)
+    assert history.first[1] == history.last[0]
 
 
 def test_what_a_step_says_comes_after_what_the_step_before_said() -> None:
     # Two answers end in the second step and keep each other for 0.2 s, the third step has one row.
     load = arrivals((0.0, 10, 2), (0.0, 10, 2), (0.0, 10, 3))
-    journal = play(Plant(setup(front=Front(delivery=0.01, per_request=0.1))), load)
-    assert journal.last[2] >= journal.last[0]
-    assert min(journal.gaps) >= 0.0
+    history = play(Plant(setup(front=Front(delivery=0.01, per_request=0.1))), load)
+    assert history.last[2] >= history.last[0]
+    assert min(history.gaps) >= 0.0
 
 
 def test_a_closed_loop_asks_again_when_it_is_answered_and_has_thought() -> None:
     load = replace(arrivals(*[(0.0, 10, 2)] * 6), due=None, users=2, think=1.0)
-    journal = play(Plant(setup(max_num_seqs=8)), load)
-    assert list(journal.due[:2]) == [0.0, 0.5]
+    history = play(Plant(setup(max_num_seqs=8)), load)
+    assert list(history.due[:2]) == [0.0, 0.5]
     for user_before, user_after in ((0, 2), (1, 3), (2, 4), (3, 5)):
-        assert journal.due[user_after] == journal.ended[user_before] + 1.0
+        assert history.due[user_after] == history.ended[user_before] + 1.0
 
 
 def test_what_can_never_run_is_refused_and_the_rest_goes_on() -> None:
     load = arrivals((0.0, 5000, 1), (0.0, 10, 1), (0.0, 300, 1))
-    journal = play(Plant(setup(pages=10)), load)
-    assert list(journal.status) == [REFUSED, COMPLETED, REFUSED]
+    history = play(Plant(setup(pages=10)), load)
+    assert list(history.status) == [REFUSED, COMPLETED, REFUSED]
 
 
 def test_an_answer_may_end_before_its_limit() -> None:
     load = replace(arrivals((0.0, 10, 5)), max_tokens=100)
-    journal = play(Plant(setup()), load)
-    assert journal.tokens[0] == 5
+    history = play(Plant(setup()), load)
+    assert history.tokens[0] == 5
     # The limit is what guaranteed admission must reckon with: a pool for one at a time.
     both = replace(arrivals((0.0, 10, 5), (0.0, 10, 5)), max_tokens=100)
     plant = Plant(setup(pages=10, admission="guaranteed"))

@@ -21,7 +21,7 @@ from turnstile.core.correction import Correction
 from turnstile.core.cost import Coefficients
 from turnstile.core.settings import SchedulerConfig
 from turnstile.simulate.clock import Clock
-from turnstile.simulate.journal import Journal
+from turnstile.simulate.history import History
 from turnstile.simulate.load import Load, Tenant, draw
 from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
@@ -47,7 +47,7 @@ class Noting(Correction):
         super().observe(raw, median, p90, actual, ahead)
 
 
-def play(load: Load, seed: int, door: str = "open") -> tuple[Journal, Noting, Noting]:
+def play(load: Load, seed: int, door: str = "open") -> tuple[History, Noting, Noting]:
     """Run a load; returns what was told of waits and of TTFT, and what came."""
     machine = Setup(
         timing=ScatteredTiming(LinearTiming(COST), 0.2, seed),
@@ -55,14 +55,14 @@ def play(load: Load, seed: int, door: str = "open") -> tuple[Journal, Noting, No
         scheduler=SchedulerConfig(max_num_seqs=32, max_num_batched_tokens=512),
         **BOUNDS[door],  # type: ignore[arg-type]
     )
-    journal = Journal(len(load))
-    runs = TurnstileMachine(machine, load, journal)
+    history = History(len(load))
+    runs = TurnstileMachine(machine, load, history)
     assert runs.door is not None
     gate = runs.door.gate
     wait, ttft = Noting(), Noting()
     gate.wait, gate.ttft = wait, ttft
-    Clock(load, [runs], ROUTERS["round-robin"](load), journal).run()
-    return journal, wait, ttft
+    Clock(load, [runs], ROUTERS["round-robin"](load), history).run()
+    return history, wait, ttft
 
 
 def chats(count: int, seed: int) -> Load:
@@ -74,8 +74,8 @@ def chats(count: int, seed: int) -> Load:
 def capacity() -> float:
     """Requests a second that the machine can serve."""
     load = chats(400, 9).with_users(400)
-    journal, *_ = play(load, 9)
-    return len(load) / max(journal.ended)
+    history, *_ = play(load, 9)
+    return len(load) / max(history.ended)
 
 
 def overload(factor: float, count: int, seed: int) -> Load:
@@ -93,10 +93,10 @@ def shared(factor: float, shares: tuple[float, ...], count: int, seed: int) -> L
     )
 
 
-def forget_the_end(load: Load, journal: Journal, wait: Noting, ttft: Noting) -> None:
+def forget_the_end(load: Load, history: History, wait: Noting, ttft: Noting) -> None:
     """Leave out what came when nobody came any more: that ends sooner than anybody could know."""
     end = float(load.due.max())
-    for calibration, times in ((wait, journal.started), (ttft, journal.first)):
+    for calibration, times in ((wait, history.started), (ttft, history.first)):
         late = sum(time > end for time in times)
         calibration.outcomes = calibration.outcomes[: len(calibration.outcomes) - late]
 
@@ -160,8 +160,8 @@ def test_what_other_tenants_are_still_going_to_ask_for_is_foreseen(
     shares: tuple[float, ...],
 ) -> None:
     load = shared(2.0, shares, 1000, 2)
-    journal, *told = play(load, 2)
-    forget_the_end(load, journal, *told)
+    history, *told = play(load, 2)
+    forget_the_end(load, history, *told)
     for calibration in told:
         assert len(calibration.outcomes) > 250
         coverage, median, p90 = quality(calibration)
@@ -178,8 +178,8 @@ def main(count: int) -> None:
         runs = []
         for seed in (1, 2, 3):
             load = shared(2.0, shares, count, seed)
-            journal, *told = play(load, seed)
-            forget_the_end(load, journal, *told)
+            history, *told = play(load, seed)
+            forget_the_end(load, history, *told)
             runs.append(tuple(told))
         tell(f"2 times, {name}", "open", runs)
 

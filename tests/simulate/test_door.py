@@ -8,20 +8,20 @@ import numpy as np
 import pytest
 
 from simulate.machines import arrivals, setup
-from turnstile.simulate.journal import COMPLETED, REFUSED
+from turnstile.simulate.history import COMPLETED, REFUSED
 from turnstile.simulate.load import Load
 from turnstile.simulate.run import Plant, play
 
 
 def test_of_a_burst_exactly_slots_and_queue_are_served() -> None:
     plant = Plant(setup(max_num_seqs=2, max_num_queued_reqs=8))
-    journal = play(plant, arrivals(*[(0.0, 10, 5)] * 50))
-    assert Counter(journal.status) == {COMPLETED: 10, REFUSED: 40}
+    history = play(plant, arrivals(*[(0.0, 10, 5)] * 50))
+    assert Counter(history.status) == {COMPLETED: 10, REFUSED: 40}
 
 
 def test_without_bounds_everybody_is_served() -> None:
-    journal = play(Plant(setup(max_num_seqs=2)), arrivals(*[(0.0, 10, 5)] * 50))
-    assert Counter(journal.status) == {COMPLETED: 50}
+    history = play(Plant(setup(max_num_seqs=2)), arrivals(*[(0.0, 10, 5)] * 50))
+    assert Counter(history.status) == {COMPLETED: 50}
 
 
 @pytest.mark.parametrize("fast", [True, False])

@@ -19,7 +19,7 @@ from turnstile.core.plan import Plan
 from turnstile.simulate.clock import Clock
 from turnstile.simulate.fast_forward import FastForward
 from turnstile.simulate.figures import Figures
-from turnstile.simulate.journal import Journal
+from turnstile.simulate.history import History
 from turnstile.simulate.load import Load, Tenant, draw
 from turnstile.simulate.machine import TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
@@ -28,9 +28,9 @@ from turnstile.simulate.setup import Front, Setup
 from turnstile.simulate.timing import LinearTiming
 
 
-def everything(journal: Journal) -> dict[str, Any]:
+def everything(history: History) -> dict[str, Any]:
     """All that was written down, as bits."""
-    told = {name: getattr(journal, name) for name in vars(journal)}
+    told = {name: getattr(history, name) for name in vars(history)}
     return {k: v.tobytes() if hasattr(v, "tobytes") else v for k, v in told.items()}
 
 
@@ -97,11 +97,11 @@ def test_the_same_seed_gives_the_same_figures_to_the_last_bit() -> None:
 def step_through(machine: TurnstileMachine, *batches: range) -> tuple[list[Any], Any]:
     """All events and the counters, one batch of requests after another; audited at every step."""
     events: list[Any] = []
-    machine.journal.events = events.extend  # type: ignore[method-assign]
+    machine.history.events = events.extend  # type: ignore[method-assign]
     now = 0.0
     for batch in batches:
         for index in batch:
-            machine.journal.due[index] = now
+            machine.history.due[index] = now
             machine.submit(index, now)
         # Until now: no step may be skipped, for each of them is looked at.
         while (end := machine.begin(now, until=now)) is not None:
@@ -117,7 +117,7 @@ def test_preemption_finds_everybody_as_long_as_they_are() -> None:
     machine = setup(pages=100, page_size=4, max_num_seqs=12, max_num_batched_tokens=256)
     fast, plain = (
         step_through(
-            TurnstileMachine(machine, load, Journal(len(load)), fast=fast), range(60), range(60, 70)
+            TurnstileMachine(machine, load, History(len(load)), fast=fast), range(60), range(60, 70)
         )
         for fast in (True, False)
     )
@@ -127,7 +127,7 @@ def test_preemption_finds_everybody_as_long_as_they_are() -> None:
 
 def test_a_sequence_that_only_decodes_is_not_looked_at() -> None:
     load = arrivals(*[(0.0, 8, 900)] * 8)
-    machine = TurnstileMachine(setup(page_size=64), load, Journal(len(load)))
+    machine = TurnstileMachine(setup(page_size=64), load, History(len(load)))
     planned = []
     plan = machine.scheduler.plan
     machine.scheduler.plan = lambda now: planned.append(p := plan(now)) or p  # type: ignore
@@ -140,32 +140,32 @@ def test_a_sequence_that_only_decodes_is_not_looked_at() -> None:
 
 def test_steps_of_sleepers_alone_are_not_planned() -> None:
     load = arrivals(*[(0.0, 8, 900)] * 8, (5.0, 8, 4))
-    machines = [TurnstileMachine(setup(page_size=64), load, Journal(9), fast=f) for f in (1, 0)]
+    machines = [TurnstileMachine(setup(page_size=64), load, History(9), fast=f) for f in (1, 0)]
     planned: list[Plan] = []
     plan = machines[0].scheduler.plan
     machines[0].scheduler.plan = lambda now: planned.append(p := plan(now)) or p  # type: ignore
     for machine in machines:
-        clock = Clock(load, [machine], ROUTERS["round-robin"](load), machine.journal)
+        clock = Clock(load, [machine], ROUTERS["round-robin"](load), machine.history)
         clock.run()
         machine.scheduler.audit()
     fast, plain = machines
-    assert everything(fast.journal) == everything(plain.journal)
+    assert everything(fast.history) == everything(plain.history)
     assert fast.scheduler.statistics == plain.scheduler.statistics
-    assert fast.journal.steps > 900
+    assert fast.history.steps > 900
     assert len(planned) < 30
 
 
 def test_weights_whose_sums_round_are_not_fast_forwarded() -> None:
     for weight, exact in ((1.0, True), (4.0, True), (0.125, True), (3.0, False), (0.3, False)):
         load = replace(arrivals((0.0, 8, 20)), tenants=(Tenant("a", weight),))
-        machine = TurnstileMachine(setup(), load, Journal(1))
+        machine = TurnstileMachine(setup(), load, History(1))
         assert isinstance(machine.scheduler.attendance, FastForward) is exact
 
 
 @pytest.mark.parametrize("setting", ["separate_prefill", "speculation"])
 def test_what_cannot_be_fast_forwarded_is_stepped_through(setting: str) -> None:
     load = arrivals((0.0, 8, 20))
-    machine = TurnstileMachine(setup(**{setting: True}), load, Journal(1))
+    machine = TurnstileMachine(setup(**{setting: True}), load, History(1))
     assert not isinstance(machine.scheduler.attendance, FastForward)
     with pytest.raises(ValueError, match="fast-forwarded"):
         setup(**{setting: True}).make_scheduler(fast=True)

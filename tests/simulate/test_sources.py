@@ -23,7 +23,7 @@ from turnstile.simulate.hardware import PresetError, Roofline, choose_hardware, 
 from turnstile.simulate.load import LoadError, read_trace
 from turnstile.simulate.options import parse_users
 from turnstile.simulate.setup import Front
-from turnstile.simulate.timing import Work
+from turnstile.simulate.timing import StepWork
 
 EXPOSED = """\
 # HELP turnstile_turn_cost_seconds …
@@ -81,8 +81,8 @@ def test_the_roofline_knows_what_fits_and_what_is_the_limit() -> None:
     assert h100.kv_token == 2 * 32 * 8 * 128 * 2
     room = (80e9 * 0.9 - 2 * 8.03e9) / h100.kv_token
     assert h100.num_pages(16) == int(room // 16)
-    one, many = Work(decodes=1, decode_context=100), Work(decodes=64, decode_context=6400)
-    prompt = Work(chunks=1, chunk_tokens=8192, chunk_pairs=8192 * 4096, chunk_context=8192)
+    one, many = StepWork(decodes=1, decode_context=100), StepWork(decodes=64, decode_context=6400)
+    prompt = StepWork(chunks=1, chunk_tokens=8192, chunk_pairs=8192 * 4096, chunk_context=8192)
     # Reading the weights bounds a small batch, so that a second user is nearly free…
     assert h100.seconds(many, 0) < 1.2 * h100.seconds(one, 0)
     # …and computing bounds a long prompt.

@@ -8,7 +8,7 @@ import pytest
 
 from simulate.machines import arrivals, setup
 from turnstile.bench.lengths import Uniform
-from turnstile.simulate.journal import COMPLETED, REFUSED
+from turnstile.simulate.history import COMPLETED, REFUSED
 from turnstile.simulate.load import draw
 from turnstile.simulate.run import Plant, play, simulate
 
@@ -19,27 +19,27 @@ def static(members: int) -> Plant:
 
 
 def test_a_batch_is_padded_and_ends_with_its_longest_answer() -> None:
-    journal = play(static(2), arrivals((0.0, 10, 2), (0.0, 30, 5), (0.0, 10, 1)))
+    history = play(static(2), arrivals((0.0, 10, 2), (0.0, 30, 5), (0.0, 10, 1)))
     # 50 ms for others to come; two prompts of 30 tokens, as padded; then a token for each, also
     # for the one that has ended.
-    assert list(journal.first[:2]) == [pytest.approx(0.120)] * 2  # type: ignore[list-item]
-    assert journal.ended[0] == pytest.approx(0.120 + 0.012)
-    assert journal.ended[1] == pytest.approx(0.120 + 4 * 0.012)
+    assert list(history.first[:2]) == [pytest.approx(0.120)] * 2  # type: ignore[list-item]
+    assert history.ended[0] == pytest.approx(0.120 + 0.012)
+    assert history.ended[1] == pytest.approx(0.120 + 4 * 0.012)
     # The third waits for all of that, and then for others that do not come.
-    assert journal.started[2] == pytest.approx(journal.ended[1] + 0.050)
-    assert journal.first[2] == pytest.approx(journal.started[2] + 0.020)
-    assert list(journal.status) == [COMPLETED] * 3
+    assert history.started[2] == pytest.approx(history.ended[1] + 0.050)
+    assert history.first[2] == pytest.approx(history.started[2] + 0.020)
+    assert list(history.status) == [COMPLETED] * 3
 
 
 def test_a_full_batch_does_not_wait() -> None:
-    journal = play(static(2), arrivals(*[(0.0, 10, 1)] * 4))
-    assert journal.started[2] == journal.started[3] == journal.ended[1]
+    history = play(static(2), arrivals(*[(0.0, 10, 1)] * 4))
+    assert history.started[2] == history.started[3] == history.ended[1]
 
 
 def test_the_memory_bounds_the_batch() -> None:
-    journal = play(static(3), arrivals(*[(0.0, 10, 1)] * 7))
-    assert journal.peak_rows == 3
-    assert journal.peak_pages == 3 * 256
+    history = play(static(3), arrivals(*[(0.0, 10, 1)] * 7))
+    assert history.peak_rows == 3
+    assert history.peak_pages == 3 * 256
 
 
 def test_what_is_longer_than_a_reservation_is_refused() -> None:

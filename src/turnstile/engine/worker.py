@@ -43,7 +43,7 @@ _LOOK_AGAIN = 0.01
 """Seconds to wait for commands after a step in which nothing could run."""
 
 
-class Setup(msgspec.Struct, kw_only=True):
+class WorkerSetup(msgspec.Struct, kw_only=True):
     """What the supervisor tells a new engine on its standard input (JSON)."""
 
     config: dict[str, Any]
@@ -69,7 +69,7 @@ def main() -> int:
     told = sys.stdin.buffer.read()
     if not told:
         return 0  # the server did not come up: a taken port, a missing model
-    setup = msgspec.json.decode(told, type=Setup)
+    setup = msgspec.json.decode(told, type=WorkerSetup)
     _tie_to(setup.parent)
     _offer_to_oom_killer()
     configure(logging.getLevelName(setup.log_level), setup.log_format, process=ENGINE)

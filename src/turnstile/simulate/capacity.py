@@ -18,7 +18,7 @@ class CapacityError(ValueError):
 
 
 @dataclass(slots=True)
-class Capacity:
+class Bisection:
     """What bisection found.
 
     Attributes
@@ -41,13 +41,13 @@ class Capacity:
 
 def find_capacity(
     run: Callable[[float], Figures], start: float, least: float, most: float, close: float
-) -> Capacity:
+) -> Bisection:
     """Double or halve from ``start`` until the limits are kept on one side and broken on the
     other, then halve the distance until it is within ``close`` (relative) or 1.
 
     Assumes that more load is never better; bisection cannot see a dip below what it has tried.
     """
-    found = Capacity()
+    found = Bisection()
 
     def keeps(value: float) -> bool:
         figures = run(value)
@@ -115,7 +115,7 @@ MakeLoad = Callable[[float, int], Load]
 
 def most_users(
     plant: Plant, make_load: MakeLoad, limits: Limits, start: int = 64, tries: int = 1
-) -> Capacity:
+) -> Bisection:
     """The largest closed loop that keeps the limits, within 2 %; each :func:`by_majority`."""
 
     def run(users: float) -> Figures:
@@ -126,7 +126,7 @@ def most_users(
 
 def highest_rate(
     plant: Plant, make_load: MakeLoad, limits: Limits, start: float = 1.0, tries: int = 1
-) -> Capacity:
+) -> Bisection:
     """The highest rate of arrivals that keeps the limits, within 2 %; each :func:`by_majority`."""
 
     def run(rate: float) -> Figures:

@@ -131,9 +131,9 @@ def simulate_run(case: Case, known: Calibration, before: Seq[Case], pace: float 
     if case.num_pages is not None:
         setup = replace(setup, num_pages=case.num_pages)
     load = case.load()
-    journal = play(Plant(setup), load)
-    figures = measure(journal, load, setup.num_pages, None)
-    counted = {"steps": journal.steps, "busy_s": journal.busy, "preemptions": journal.preemptions}
+    history = play(Plant(setup), load)
+    figures = measure(history, load, setup.num_pages, None)
+    counted = {"steps": history.steps, "busy_s": history.busy, "preemptions": history.preemptions}
     return figures | counted
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-from turnstile.simulate.journal import Journal
+from turnstile.simulate.history import History
 from turnstile.simulate.load import Load
 from turnstile.simulate.machine import Machine
 from turnstile.simulate.routing import Router
@@ -26,12 +26,12 @@ class Clock:
     """
 
     def __init__(
-        self, load: Load, machines: Seq[Machine], router: Router, journal: Journal
+        self, load: Load, machines: Seq[Machine], router: Router, history: History
     ) -> None:
         self.load = load
         self.machines = machines
         self.router = router
-        self.journal = journal
+        self.history = history
         self._heap: list[Event] = []
         self._order = 0
         self._busy = [False] * len(machines)
@@ -83,7 +83,7 @@ class Clock:
             self._begin(machine, now)
 
     def _arrive(self, index: int, now: float) -> None:
-        self.journal.due[index] = now
+        self.history.due[index] = now
         machine = self.router.choose(index, self.machines)
         self._push(self.machines[machine].accept(index, now), _SEEN, index, machine)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from turnstile.bench.metrics import PERCENTS, LimitsError, distribution
-from turnstile.simulate.journal import COMPLETED, FAILED, REFUSED, Journal
+from turnstile.simulate.history import COMPLETED, FAILED, REFUSED, History
 from turnstile.simulate.load import Load
 
 Figures = dict[str, Any]
@@ -42,14 +42,14 @@ class Limits:
 
 
 def measure(
-    journal: Journal, load: Load, num_pages: int, limits: Limits | None, machines: int = 1
+    history: History, load: Load, num_pages: int, limits: Limits | None, machines: int = 1
 ) -> Figures:
     """All figures of a run that has ended."""
-    status = np.frombuffer(journal.status, dtype=np.uint8)
+    status = np.frombuffer(history.status, dtype=np.uint8)
     done = status == COMPLETED
-    times = latencies(journal)
-    tokens = _array(journal.tokens)
-    duration = float(journal.end - np.nanmin(_array(journal.due)))
+    times = latencies(history)
+    tokens = _array(history.tokens)
+    duration = float(history.end - np.nanmin(_array(history.due)))
     output, prompt = int(tokens.sum()), int(load.prompts[done].sum())
     figures: Figures = {
         "duration_s": duration,
@@ -58,7 +58,7 @@ def measure(
         "failed": int((status == FAILED).sum()),
         "rejected": int((status == REFUSED).sum()),
         "prompt_tokens": prompt,
-        "cached_tokens": int(_array(journal.cached)[done].sum()),
+        "cached_tokens": int(_array(history.cached)[done].sum()),
         "output_tokens": output,
         "request_throughput": _over(int(done.sum()), duration),
         "output_throughput": _over(output, duration),
@@ -67,26 +67,26 @@ def measure(
     for name in (*LATENCIES, "queue"):
         figures[f"{name}_ms"] = distribution(times[name][done & np.isfinite(times[name])])
     figures["itl_ms"] = weighted_distribution(
-        _array(journal.gaps) * 1000.0, _array(journal.gap_counts)
+        _array(history.gaps) * 1000.0, _array(history.gap_counts)
     )
     figures["machine"] = {
-        "steps": journal.steps,
-        "busy_ratio": _over(journal.busy, duration * machines),
-        "mean_batch": _over(journal.row_seconds, journal.busy),
-        "peak_batch": journal.peak_rows,
-        "mean_page_use": _over(journal.page_seconds, journal.busy * num_pages),
-        "peak_page_use": journal.peak_pages / num_pages,
-        "preemptions": journal.preemptions,
+        "steps": history.steps,
+        "busy_ratio": _over(history.busy, duration * machines),
+        "mean_batch": _over(history.row_seconds, history.busy),
+        "peak_batch": history.peak_rows,
+        "mean_page_use": _over(history.page_seconds, history.busy * num_pages),
+        "peak_page_use": history.peak_pages / num_pages,
+        "preemptions": history.preemptions,
     }
     if limits is not None:
         figures["goodput"] = goodput(times, done, duration, limits)
     return figures
 
 
-def latencies(journal: Journal) -> dict[str, Floats]:
+def latencies(history: History) -> dict[str, Floats]:
     """Seconds per request; NaN where a request has no such latency."""
-    due, first, last = (_array(a) for a in (journal.due, journal.first, journal.last))
-    ended, started, tokens = _array(journal.ended), _array(journal.started), _array(journal.tokens)
+    due, first, last = (_array(a) for a in (history.due, history.first, history.last))
+    ended, started, tokens = _array(history.ended), _array(history.started), _array(history.tokens)
     more = np.where(tokens > 1, tokens - 1, np.nan)
     return {
         "ttft": first - due,

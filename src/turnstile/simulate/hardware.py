@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from turnstile.core.cost import Coefficients
 from turnstile.models.config import ModelConfig
-from turnstile.simulate.timing import Work
+from turnstile.simulate.timing import StepWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Roofline:
         start = hardware.launch + self._read_weights
         return Coefficients(start, self._token, self._pair, hardware.row, self._read_kv)
 
-    def seconds(self, work: Work, step: int) -> float:
+    def seconds(self, work: StepWork, step: int) -> float:
         hardware = self.hardware
         tokens = work.decodes + work.chunk_tokens
         matrices = max(self._read_weights, tokens * self._token)

@@ -12,10 +12,10 @@ from turnstile.core.plan import Chunk, Outcome, Plan, Progress
 from turnstile.core.request import FinishReason, Request, Sequence
 from turnstile.simulate.door import Door
 from turnstile.simulate.fast_forward import FastForward, exact_weight
-from turnstile.simulate.journal import Journal
+from turnstile.simulate.history import History
 from turnstile.simulate.load import Load
 from turnstile.simulate.setup import Setup
-from turnstile.simulate.timing import Work
+from turnstile.simulate.timing import StepWork
 
 STOP = -1
 """The token that ends an answer before its limit."""
@@ -52,16 +52,16 @@ class TurnstileMachine:
     ----------
     load
         Whose requests come, by their index.
-    journal
+    history
         Where what happens is written down.
     fast
         Leave out what changes nothing, where that is exact; the figures are the same.
     """
 
-    def __init__(self, setup: Setup, load: Load, journal: Journal, *, fast: bool = True) -> None:
+    def __init__(self, setup: Setup, load: Load, history: History, *, fast: bool = True) -> None:
         self.setup = setup
         self.load = load
-        self.journal = journal
+        self.history = history
         self.scheduler = setup.make_scheduler(
             fast=fast
             and not setup.scheduler.separate_prefill
@@ -95,11 +95,11 @@ class TurnstileMachine:
             self.check(index)
         except NeverFitsError:
             self.outstanding -= 1
-            self.journal.refuse(index, now)
+            self.history.refuse(index, now)
             return True
         if self.door is not None and not self.door.enter(index, now):
             self.outstanding -= 1
-            self.journal.refuse(index, now)
+            self.history.refuse(index, now)
             return True
         self._inbox.append(index)
         return False
@@ -128,7 +128,7 @@ class TurnstileMachine:
                 max_tokens=load.max_tokens if stops and load.max_tokens else output,
                 tenant=tenant.name,
                 weight=tenant.weight,
-                arrival=self.journal.due[index],
+                arrival=self.history.due[index],
                 stop_ids=frozenset((STOP,)) if stops else frozenset(),
             ),
             now=now,
@@ -151,18 +151,18 @@ class TurnstileMachine:
             return None
         work = self._work(asleep, plan)
         seconds = self._seconds = self.setup.timing.seconds(work, plan.step)
-        self.journal.step(seconds, work, scheduler.pool.num_held)
+        self.history.step(seconds, work, scheduler.pool.num_held)
         return now + seconds
 
-    def _work(self, asleep: StepCost, plan: Plan) -> Work:
+    def _work(self, asleep: StepCost, plan: Plan) -> StepWork:
         """What those asleep and those in the plan compute."""
-        work, scheduler = Work(asleep.batch, asleep.query_context).add(plan), self.scheduler
+        work, scheduler = StepWork(asleep.batch, asleep.query_context).add(plan), self.scheduler
         work.read_again = read_again(scheduler.pool, work.decodes, len(scheduler.running))
         return work
 
     def _skip(self, sleepers: FastForward, now: float, until: float) -> float:
         """Take the steps in which everybody sleeps; returns when the last of them has ended."""
-        scheduler, journal = self.scheduler, self.journal
+        scheduler, history = self.scheduler, self.history
         while sleepers.steady:
             cost = sleepers.absent
             work = self._work(cost, _NOBODY)
@@ -171,9 +171,9 @@ class TurnstileMachine:
             if not end < until or not sleepers.skip(end):
                 break
             scheduler.cost.observe(cost, seconds)
-            journal.step(seconds, work, scheduler.pool.num_held)
+            history.step(seconds, work, scheduler.pool.num_held)
             before, told = self._told_at, self._tell(end, cost.batch)
-            journal.gap(told - before, cost.batch)
+            history.gap(told - before, cost.batch)
             now = end
         return now
 
@@ -192,18 +192,18 @@ class TurnstileMachine:
         for row in rows:
             index = int(row.sequence.request.id)
             if row.tokens:
-                steady += self.journal.token(index, told, before)
+                steady += self.history.token(index, told, before)
                 if self.door is not None:
                     self.door.drew(index, now)
             if row.finish is not None:
                 self.outstanding -= 1
                 if self.door is not None:
                     self.door.finish(index, now, row.sequence.num_outputs)
-                self.journal.finish(index, told, row.sequence, row.finish is FinishReason.ERROR)
+                self.history.finish(index, told, row.sequence, row.finish is FinishReason.ERROR)
                 over.append((index, told))
         if steady:
-            self.journal.gap(told - before, steady)
-        self.journal.events(happened)
+            self.history.gap(told - before, steady)
+        self.history.events(happened)
         return over
 
     def _tell(self, now: float, rows: int, turning: int = 0) -> float:
@@ -216,7 +216,7 @@ class TurnstileMachine:
 
     def _turning(self, rows: Iterable[Progress]) -> int:
         """With how many of these rows an answer begins or ends."""
-        first = self.journal.first
+        first = self.history.first
         return sum(
             row.finish is not None
             or (bool(row.tokens) and math.isnan(first[int(row.sequence.request.id)]))
@@ -233,7 +233,7 @@ class TurnstileMachine:
 
     def _on_wake(self, sequence: Sequence) -> None:
         """Its last token so far came with the step before this one."""
-        self.journal.last[int(sequence.request.id)] = self._told_at
+        self.history.last[int(sequence.request.id)] = self._told_at
 
 
 def _token(index: int) -> int:

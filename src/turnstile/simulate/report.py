@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import Any
 
-from turnstile.simulate.capacity import Capacity
+from turnstile.simulate.capacity import Bisection
 from turnstile.simulate.figures import Figures, Limits
 from turnstile.simulate.run import Plant
 
@@ -118,7 +118,7 @@ def beyond_measured(points: Seq[Point], measured: int | None) -> str | None:
     )
 
 
-def describe_capacity(kind: str, found: Capacity, limits: Limits) -> str:
+def describe_capacity(kind: str, found: Bisection, limits: Limits) -> str:
     """The capacity in a sentence."""
     promised = ", ".join(f"{name} {value:g} ms" for name, value in limits.milliseconds.items())
     promised = f"{promised} for {limits.share:.0%} of the requests"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from turnstile.simulate.clock import Clock
 from turnstile.simulate.figures import Figures, Limits, measure
-from turnstile.simulate.journal import Journal
+from turnstile.simulate.history import History
 from turnstile.simulate.load import Load
 from turnstile.simulate.machine import Machine, TurnstileMachine
 from turnstile.simulate.routing import ROUTERS
@@ -35,16 +35,16 @@ class Plant:
 
 def play(
     plant: Plant, load: Load, tell: Callable[[int], None] | None = None, *, fast: bool = True
-) -> Journal:
+) -> History:
     """Run the load to its end; returns what happened. ``fast`` changes nothing but the time."""
-    journal = Journal(len(load))
+    history = History(len(load))
     machines: list[Machine] = [
-        StaticMachine(plant.setup, load, journal)
+        StaticMachine(plant.setup, load, history)
         if plant.static
-        else TurnstileMachine(plant.setup, load, journal, fast=fast)
+        else TurnstileMachine(plant.setup, load, history, fast=fast)
         for _ in range(plant.replicas)
     ]
-    clock = Clock(load, machines, ROUTERS[plant.router](load), journal)
+    clock = Clock(load, machines, ROUTERS[plant.router](load), history)
     # Nothing here makes cycles, and the collector would look at every waiting request again.
     enabled = gc.isenabled()
     gc.disable()
@@ -53,7 +53,7 @@ def play(
     finally:
         if enabled:
             gc.enable()
-    return journal
+    return history
 
 
 def simulate(
@@ -63,5 +63,5 @@ def simulate(
     tell: Callable[[int], None] | None = None,
 ) -> Figures:
     """Run the load to its end; returns its figures."""
-    journal = play(plant, load, tell)
-    return measure(journal, load, plant.setup.num_pages, limits, plant.replicas)
+    history = play(plant, load, tell)
+    return measure(history, load, plant.setup.num_pages, limits, plant.replicas)

@@ -13,10 +13,10 @@ import math
 from collections import deque
 
 from turnstile.core.admission import NeverFitsError, check_lengths
-from turnstile.simulate.journal import COMPLETED, Journal
+from turnstile.simulate.history import COMPLETED, History
 from turnstile.simulate.load import Load
 from turnstile.simulate.setup import Setup
-from turnstile.simulate.timing import Work
+from turnstile.simulate.timing import StepWork
 
 
 class StaticMachine:
@@ -29,12 +29,12 @@ class StaticMachine:
     """
 
     def __init__(
-        self, setup: Setup, load: Load, journal: Journal, *, patience: float = 0.05
+        self, setup: Setup, load: Load, history: History, *, patience: float = 0.05
     ) -> None:
         config = setup.scheduler
         self.setup = setup
         self.load = load
-        self.journal = journal
+        self.history = history
         self.slots = min(
             config.max_num_seqs, setup.num_pages * setup.page_size // config.max_model_len
         )
@@ -61,7 +61,7 @@ class StaticMachine:
             check_lengths(prompt, load.max_tokens or output, 1, longest, self.slots, longest)
         except NeverFitsError:
             self.outstanding -= 1
-            self.journal.refuse(index, now)
+            self.history.refuse(index, now)
             return True
         self._queue.append(index)
         return False
@@ -73,15 +73,15 @@ class StaticMachine:
         if step == 0:
             longest = self._longest_prompt
             pairs = rows * longest * (longest + 1) // 2
-            work = Work(
+            work = StepWork(
                 chunks=rows, chunk_tokens=rows * longest, chunk_pairs=pairs,
                 chunk_context=rows * longest,
             )  # fmt: skip
         else:
-            work = Work(decodes=rows, decode_context=rows * (self._longest_prompt + step))
-        seconds = self.setup.timing.seconds(work, self.journal.steps)
+            work = StepWork(decodes=rows, decode_context=rows * (self._longest_prompt + step))
+        seconds = self.setup.timing.seconds(work, self.history.steps)
         pages = -(-self.setup.scheduler.max_model_len // self.setup.page_size)
-        self.journal.step(seconds, work, rows * pages)
+        self.history.step(seconds, work, rows * pages)
         return now + seconds
 
     def _wait(self, now: float) -> float:
@@ -101,7 +101,7 @@ class StaticMachine:
         self._filling_since = None
         while self._queue and len(self._batch) < self.slots:
             index = self._queue.popleft()
-            self.journal.started[index] = now
+            self.history.started[index] = now
             self._batch.append(index)
         self._longest_prompt = max(int(self.load.prompts[i]) for i in self._batch)
         self._steps = max(int(self.load.outputs[i]) for i in self._batch)
@@ -111,7 +111,7 @@ class StaticMachine:
     def complete(self, now: float) -> list[tuple[int, float]]:
         if not self._batch:
             return []  # the end of a wait
-        journal, step = self.journal, self._step
+        history, step = self.history, self._step
         outputs = [int(self.load.outputs[index]) for index in self._batch]
         rows, ends = sum(step < o for o in outputs), sum(step == o - 1 for o in outputs)
         told = now + self.setup.front.delay(rows, rows if step == 0 else ends)
@@ -120,16 +120,16 @@ class StaticMachine:
         steady = 0
         for index, output in zip(self._batch, outputs, strict=True):
             if step < output:
-                steady += journal.token(index, told, self._told_at)
+                steady += history.token(index, told, self._told_at)
             if step == output - 1:
                 self.outstanding -= 1
-                journal.status[index] = COMPLETED
-                journal.tokens[index] = output
-                journal.ended[index] = told
-                journal.end = max(journal.end, told)
+                history.status[index] = COMPLETED
+                history.tokens[index] = output
+                history.ended[index] = told
+                history.end = max(history.end, told)
                 over.append((index, told))
         if steady:
-            journal.gap(told - self._told_at, steady)
+            history.gap(told - self._told_at, steady)
         self._told_at = told
         self._step += 1
         if self._step == self._steps:

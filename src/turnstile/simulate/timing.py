@@ -14,7 +14,7 @@ from turnstile.core.plan import Plan
 
 
 @dataclass(slots=True)
-class Work:
+class StepWork:
     """What a step computes, by kind.
 
     Attributes
@@ -36,7 +36,7 @@ class Work:
     chunk_context: int = 0
     read_again: int = 0
 
-    def add(self, plan: Plan) -> Work:
+    def add(self, plan: Plan) -> StepWork:
         """Count a plan's chunks too; returns itself."""
         for chunk in plan.chunks:
             count, start = chunk.count, chunk.start
@@ -74,7 +74,7 @@ class StepTiming(Protocol):
     def coefficients(self) -> Coefficients:
         """The linear model nearest to it, for a scheduler that budgets by time."""
 
-    def seconds(self, work: Work, step: int) -> float:
+    def seconds(self, work: StepWork, step: int) -> float:
         """Seconds from one commit to the next when ``work`` is what step number ``step`` does."""
 
 
@@ -84,7 +84,7 @@ class LinearTiming:
 
     coefficients: Coefficients
 
-    def seconds(self, work: Work, step: int) -> float:
+    def seconds(self, work: StepWork, step: int) -> float:
         return self.coefficients.predict(work.cost)
 
 

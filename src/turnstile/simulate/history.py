@@ -7,12 +7,12 @@ from collections.abc import Iterable
 
 from turnstile.core.events import Admitted, AnyEvent
 from turnstile.core.request import Sequence
-from turnstile.simulate.timing import Work
+from turnstile.simulate.timing import StepWork
 
 PENDING, COMPLETED, REFUSED, FAILED = range(4)
 
 
-class Journal:
+class History:
     """Records of all requests of a load. Times are seconds; NaN where something never happened."""
 
     def __init__(self, requests: int) -> None:
@@ -71,7 +71,7 @@ class Journal:
         self.ended[index] = now
         self.end = max(self.end, now)
 
-    def step(self, seconds: float, work: Work, held: int) -> None:
+    def step(self, seconds: float, work: StepWork, held: int) -> None:
         """A step that takes so long, with so many pages held in it."""
         rows = work.decodes + work.chunks
         self.steps += 1
