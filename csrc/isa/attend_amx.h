@@ -55,6 +55,9 @@ struct Int8InTiles {
     values<two>(s, span, line, count);
   }
 
+  // Where what is multiplied at even or odd steps is stored.
+  INLINE Sums& sums_of(const Scratch& s, int parity) { return reinterpret_cast<Sums*>(s.sums)[parity]; }
+
   // Lines of a tile; the last row of the second one may come to nothing.
   INLINE int half_of(int count) { return count > kHalf ? (count + 1) / 2 : count; }
 
@@ -89,7 +92,7 @@ struct Int8InTiles {
       if (i % 8 == 4) keep_awake();
       const Seen seen = whole ? Seen{0, kSpan} : span.seen(s.lines[line + i]);
       if (!whole && seen.none()) {
-        total[i] = weigh_nothing<Cache>(s, line + i);
+        total[i] = weigh_nothing<Cache>(s, line + i, i);
         continue;
       }
       if (!whole && !(seen == before)) weigher = Cache::Weigher(span, before = seen, s.head_dim);
@@ -102,16 +105,15 @@ struct Int8InTiles {
   // Returns the largest of each line.
   template <bool two, bool whole>
   INLINE F scores(const Scratch& s, const Span& span, int line, int count) {
-    alignas(64) Sums raw[4];
     F top[kTileLines];
     for (F& lane : top) lane = splat(-__builtin_inff());
     tiles_see_memory();
     load_queries<two>(s, line, half_of(count), 0);
     const auto step = [&]<int parity>(int block) {
       if (block < span.count) multiply_keys<two, parity>(s, span, block, line, half_of(count));
-      if (block >= 1 && block <= span.count) store_sums<two, 1 - parity>(raw[(block - 1) % 4], half_of(count));
+      if (block >= 1 && block <= span.count) store_sums<two, 1 - parity>(sums_of(s, 1 - parity), half_of(count));
       if (block < 2 || block >= span.count + 2) return;
-      const Sums& sums = raw[(block - 2) % 4];
+      const Sums& sums = sums_of(s, parity);
       const F scale = Cache::key_scale(span.blocks[block - 2]);
       float* to = s.scores + (block - 2) * kTokens;
 #pragma GCC unroll 16  // so that `top` is registers
@@ -167,13 +169,12 @@ struct Int8InTiles {
   // The weighted sum of V, 16 dimensions at a time.
   template <bool two>
   INLINE void values(const Scratch& s, const Span& span, int line, int count) {
-    alignas(64) Sums raw[4];
     const int parts = s.head_dim / 16;
     const auto step = [&]<int parity>(int part) {
-      if (part < parts) multiply_values<two, parity>(s, span, line, half_of(count), 16 * part);
-      if (part >= 1 && part <= parts) store_sums<two, 1 - parity>(raw[(part - 1) % 4], half_of(count));
+      if (part < parts) multiply_values<two, parity>(s, span, half_of(count), 16 * part);
+      if (part >= 1 && part <= parts) store_sums<two, 1 - parity>(sums_of(s, 1 - parity), half_of(count));
       if (part < 2) return;
-      const Sums& sums = raw[(part - 2) % 4];
+      const Sums& sums = sums_of(s, parity);
       merge_results(s, line, count, 16 * (part - 2), [&](int i) { return Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])); });
     };
     for (int part = 0; part < parts + 2; part += 2) {
@@ -183,18 +184,17 @@ struct Int8InTiles {
   }
 
   template <bool two, int parity>
-  INLINE void multiply_values(const Scratch& s, const Span& span, int line, int half, int dim) {
-    const uint8_t* weights = s.weights + line * Cache::kWeightBytes;
+  INLINE void multiply_values(const Scratch& s, const Span& span, int half, int dim) {
     const int stride = 4 * s.head_dim;
     tiles_see_memory();
     clear_tile<2 * parity>();
     if constexpr (two) clear_tile<2 * parity + 1>();
     for (int token = 0; token < span.count * kTokens; token += 64) {
       load_tile<6>(s.values + token / 4 * stride + 4 * dim, stride);
-      load_tile<4>(weights + token, kSpan);
+      load_tile<4>(s.weights + token, kSpan);
       multiply_unsigned<2 * parity, 4, 6>();
       if constexpr (two) {
-        load_tile<5>(weights + half * Cache::kWeightBytes + token, kSpan);
+        load_tile<5>(s.weights + half * Cache::kWeightBytes + token, kSpan);
         multiply_unsigned<2 * parity + 1, 5, 6>();
       }
     }
@@ -303,7 +303,7 @@ struct Bfloat16InTiles {
         v = to;
         stride = 256;
       }
-      _tile_loadd(6, s.weights + line * Cache::kWeightBytes + block * kTokens * 2, Cache::kWeightBytes);
+      _tile_loadd(6, s.weights + block * kTokens * 2, Cache::kWeightBytes);
       _tile_loadd(7, v, stride);
       _tile_dpbf16ps(0, 6, 7);
       _tile_loadd(7, v + 64, stride);

@@ -79,7 +79,7 @@ struct FloatCache {
     for (int block = seen.from(); block < seen.to(); ++block) {
       if (dim == 0) span.ahead.during(Work::kValues);
       const uint8_t* data = span.blocks[block] + block_bytes(d) / 2 + 4 * static_cast<size_t>(dim);
-      const auto* words = reinterpret_cast<const int32_t*>(s.weights + line * kWeightBytes) + block * kSteps;
+      const auto* words = reinterpret_cast<const int32_t*>(s.weights) + block * kSteps;
       const Edge edge = seen.edge(block);
       for (int step = 0; step < kSteps; ++step) {
         I v[vectors];

@@ -21,9 +21,12 @@ struct Int8Cache {
 
   // Keys are stored + 128, so that every sum begins at -128 * the sum of the query's bytes.
   INLINE void prepare(const AttendTask& task, const Scratch& s, int lines, Ahead& ahead) {
+    constexpr int kSoon = 8;  // lines; a prompt's rows are not in the caches near by any more
     const int d = task.head_dim;
     for (int line = 0; line < lines; ++line) {
       ahead.during(Work::kQuery);
+      if (line + kSoon < lines)
+        for (int i = 0; i < d; i += 16) __builtin_prefetch(s.lines[line + kSoon].query + i);
       const float* x = s.lines[line].query;
       uint8_t* bytes = s.queries + line * query_bytes(d);
       F highest_lane = splat(0.0f), probe = splat(0.0f);
@@ -120,7 +123,7 @@ struct Int8Cache {
     I high[lines][vectors], low[lines][vectors];
     for (int i = 0; i < lines; ++i)
       for (int j = 0; j < vectors; ++j) high[i][j] = low[i][j] = splat_i(0);
-    const auto* words = reinterpret_cast<const int32_t*>(s.weights + line * kWeightBytes);
+    const auto* words = reinterpret_cast<const int32_t*>(s.weights);
     for (int block = seen.from(); block < seen.to(); ++block) {
       if (dim == 0) span.ahead.during(Work::kValues);
       const uint8_t* data = values_of(span.blocks[block], d) + 4 * static_cast<size_t>(dim);

@@ -66,10 +66,12 @@ struct Scratch {
   float *maximum, *total;  // [kLines + 16]
   float* result;     // [kLines][head_dim]
   // Of a span:
-  uint8_t* weights;  // [kLines][Cache::kWeightBytes]
   float *top, *sum, *unit;  // [kLines + 16]: largest score, sum of the weights, what the sum of V is measured in
   float *before, *now;      // [kLines + 16]: what the result so far and the span's are multiplied by
-  float* scores;     // [kTileLines][kSpan]: of the lines at hand
+  // Of the lines at hand:
+  float* scores;     // [kTileLines][kSpan]
+  uint8_t* weights;  // [kTileLines][Cache::kWeightBytes]
+  int32_t* sums;     // [2][kTileLines][2][kTokens]: tiles only, products of int8
   uint8_t* values;   // [kSpan][head_dim]: tiles only, V of the span, block after block
 
   Scratch(uint8_t* memory, int d) : head_dim(d) {
@@ -87,7 +89,8 @@ struct Scratch {
     total = floats(kLines + 16);
     result = floats(static_cast<size_t>(kLines) * d);
     scores = floats(kTileLines * kSpan);
-    weights = take(4 * kLines * kSpan);
+    weights = take(4 * kTileLines * kSpan);
+    sums = reinterpret_cast<int32_t*>(take(4 * 2 * kTileLines * 2 * kTokens));
     top = floats(kLines + 16);
     sum = floats(kLines + 16);
     unit = floats(kLines + 16);
@@ -115,7 +118,7 @@ template <class Cache>
 INLINE F weigh(const Scratch& s, const Span& span, int line, int place, Seen seen, const typename Cache::Weigher& weigher) {
   constexpr int kFour = 4;  // blocks at a time: 64 tokens fill a vector of bytes
   const float* scores = s.scores + place * kSpan;
-  uint8_t* weights = s.weights + line * Cache::kWeightBytes;
+  uint8_t* weights = s.weights + place * Cache::kWeightBytes;
   const F factor = splat(s.factor[line]), minus_top = splat(-s.top[line]);
   F total = splat(0.0f);
   for (int first = 0; first < span.count; first += kFour) {
@@ -145,9 +148,9 @@ INLINE F weigh(const Scratch& s, const Span& span, int line, int place, Seen see
 
 // A line that sees nothing of the span.
 template <class Cache>
-INLINE F weigh_nothing(const Scratch& s, int line) {
+INLINE F weigh_nothing(const Scratch& s, int line, int place) {
   for (int i = 0; i < Cache::kWeightBytes; i += 64)
-    store_i(s.weights + line * Cache::kWeightBytes + i, splat_i(0));
+    store_i(s.weights + place * Cache::kWeightBytes + i, splat_i(0));
   s.top[line] = kNothing;
   s.unit[line] = 0.0f;
   return splat(0.0f);

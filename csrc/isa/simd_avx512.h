@@ -76,7 +76,7 @@ INLINE float highest(F a) {
   return _mm512_cvtss_f32(s.v);
 }
 
-// 16 registers at once, the same trees: lane i is all lanes of a[i]. Each stage halves what is left of two
+// The same trees for 16 registers at once: lane i is all lanes of a[i]. Each stage halves what is left of two
 // registers and puts them into one.
 template <class Two>
 INLINE F each_reduced(const F* a, const Two& two) {
@@ -94,10 +94,10 @@ INLINE F each_reduced(const F* a, const Two& two) {
   const F x = twos(quarter[0], quarter[1]), y = twos(quarter[2], quarter[3]);
   return two(F{_mm512_shuffle_ps(x.v, y.v, 0x88)}, F{_mm512_shuffle_ps(x.v, y.v, 0xDD)});
 }
-INLINE F each_sum(const F* a) {
+INLINE F each_sum(const F (&a)[16]) {
   return each_reduced(a, [](F x, F y) { return x + y; });
 }
-INLINE F each_highest(const F* a) {
+INLINE F each_highest(const F (&a)[16]) {
   return each_reduced(a, [](F x, F y) { return max(x, y); });
 }
 
