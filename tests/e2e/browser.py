@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import tempfile
 import time
-from pathlib import Path
 from typing import Any, Self
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -117,10 +116,10 @@ class Browser:
             time.sleep(0.1)
         return value
 
-    def picture(self, path: Path) -> None:
-        """Write what the page looks like as PNG."""
+    def picture(self) -> bytes:
+        """What the page looks like, all of it, as PNG."""
         data = self.call("Page.captureScreenshot", captureBeyondViewport=True)["data"]
-        path.write_bytes(base64.b64decode(data))
+        return base64.b64decode(data)
 
     def _receive(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds

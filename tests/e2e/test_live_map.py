@@ -132,7 +132,7 @@ def test_a_browser_shows_it_and_complains_of_nothing(server: ServerProcess) -> N
             browser.until("document.querySelectorAll('.slot:enabled').length === 4")
             until(lambda: server.metric("turnstile_requests_waiting") == 4, "they did not come in")
             with server.frozen():  # what is shown stays so
-                browser.until(f"{shown('words')}.includes('4 waiting: all slots are taken')")
+                browser.until(f"{shown('words')}.includes('4 waiting: too few slots are free')")
                 browser.until("document.querySelectorAll('#line b').length === 4")
                 browser.ask("document.querySelector('.slot:enabled').click()")
                 browser.until(

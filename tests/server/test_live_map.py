@@ -347,7 +347,7 @@ def test_it_says_in_words_how_it_is(serve: Serve) -> None:
             assert "3 pages" in words(served, pages_cached=3)
             full = {"running": 4, "waiting": 2, "waiting_by_reason": {"slots": 1, "queued": 1}}
             assert words(served, **full) == (
-                "4 sequences in 4 slots, 2 waiting: all slots are taken."
+                "4 sequences in 4 slots, 2 waiting: too few slots are free."
             )
             assert "2 preemptions" in words(served, 2, running=1)
             served.engine.alive = False

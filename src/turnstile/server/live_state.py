@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
 from turnstile.engine.wording import counted
 from turnstile.server.histogram import Histogram
@@ -16,6 +17,7 @@ from turnstile.server.live_view import Told, Viewer
 from turnstile.server.metrics import Metrics
 from turnstile.server.requests import View
 from turnstile.server.service import Phase, Service
+from turnstile.server.trails import Part
 
 MINUTE = 60.0
 MOST_LINES, MOST_TENANTS = 40, 40
@@ -162,7 +164,9 @@ def _busy(service: Service, preemptions_lately: int) -> str:
     words = f"{counted(snapshot.running, 'sequence')} in {slots} slots"
     reasons = service.metrics.waiting_by_reason()
     if snapshot.waiting:
-        why = max(reasons, key=lambda reason: reasons[reason])
+        # Those not looked at yet wait for what the others wait for.
+        why = max(reasons, key=lambda reason: (reason != WaitReason.QUEUED) * reasons[reason])
+        why = why if reasons[why] else WaitReason.QUEUED
         words += f", {snapshot.waiting} waiting: {_WHY.get(why, why)}"
     words += "."
     if preemptions_lately:
@@ -173,7 +177,7 @@ def _busy(service: Service, preemptions_lately: int) -> str:
 
 _WHY = {
     "queued": "the next step looks at them",
-    "slots": "all slots are taken",
+    "slots": "too few slots are free",
     "pages": "their pages would not fit",
     "tenant_turn": "other tenants are first",
     "behind_head": "the first of the queue does not fit yet",
@@ -198,7 +202,8 @@ def _tenants(service: Service, viewer: Viewer) -> Told:
             row["tokens"] += trail.record.num_output
         for sample in trail.samples.values():
             if sample.ended is None:
-                row["waiting" if sample.waits else "running"] += 1
+                waits = sample.waits or sample.part is Part.RECOVERY
+                row["waiting" if waits else "running"] += 1
     seen = sorted(
         (name for name in rows if viewer.sees(name)),
         key=lambda name: (-rows[name]["running"] - rows[name]["waiting"], name),

@@ -8,7 +8,8 @@ const make = (tag, properties = {}, ...children) => {
   node.append(...children);
   return node;
 };
-const count = (number, one) => `${number} ${one}${number === 1 ? "" : "s"}`;
+const grouped = (number) => number.toLocaleString("en");
+const count = (number, one) => `${grouped(number)} ${one}${number === 1 ? "" : "s"}`;
 const KEPT_KEY = "turnstile-key";
 
 const pool = new PoolMap(at("pages"), (page) => (at("readout").textContent = pool.describe(page) || chosenText()), choose);
@@ -80,16 +81,21 @@ function takeServer(told) {
 
 function askForKey(error) {
   sessionStorage.removeItem(KEPT_KEY);
-  at("key-form").hidden = false;
-  say("lost", error || "Waiting for a key.");
+  showKeyForm(true);
+  say("key needed", error);
   at("key").focus();
+}
+
+function showKeyForm(shown) {
+  at("key-form").hidden = !shown;
+  for (const part of ["figures", "main"]) at(part).hidden = shown;
 }
 
 at("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   sessionStorage.setItem(KEPT_KEY, at("key").value.trim());
   at("key").value = "";
-  at("key-form").hidden = true;
+  showKeyForm(false);
   connect();
 });
 at("pause").addEventListener("click", () => {
@@ -134,15 +140,15 @@ function showServer() {
   const pair = ({ p50, p99 }) => [milliseconds(p50), p99 === null ? "" : ` / ${milliseconds(p99)}`];
   const over = `of the last ${Math.round(minute.seconds)} s`;
   figures([
-    ["output tokens/s", minute.generated_tokens_per_second.toFixed(0)],
-    ["prompt tokens/s", minute.prompt_tokens_per_second.toFixed(0)],
+    ["output tokens/s", grouped(Math.round(minute.generated_tokens_per_second))],
+    ["prompt tokens/s", grouped(Math.round(minute.prompt_tokens_per_second))],
     ["TTFT p50 / p99", ...pair(minute.ttft), over],
     ["ITL p50 / p99", ...pair(minute.itl), over],
     ["KV in use", percent(counts.pages ? counts.held / counts.pages : 0)],
     ["prefix hit rate", percent(counts.prefix_hit_rate)],
     ...(counts.drafts_accepted === null ? [] : [["drafts accepted", percent(counts.drafts_accepted)]]),
-    ["preemptions", counts.preemptions],
-    ["refused", counts.rejections],
+    ["preemptions", grouped(counts.preemptions)],
+    ["refused", grouped(counts.rejections)],
     ["engine", `no. ${told.epoch}`, told.crashes ? ` ${count(told.crashes, "restart")}` : "", "", told.crashes > 0],
   ]);
   showLine(told);
@@ -187,7 +193,7 @@ function showTenants({ tenants, more_tenants: more, others_running: running, oth
   at("tenants").replaceChildren(...tenants.map((row) => {
     const name = make("td", {}, make("span", { className: "dot" }), row.tenant);
     name.firstChild.style.setProperty("--tenant", tenantColour(row.tenant));
-    const cells = [row.weight, Math.round(row.counter).toLocaleString("en"), row.running, row.waiting];
+    const cells = [row.weight, grouped(Math.round(row.counter)), row.running, row.waiting];
     return make("tr", {}, name, ...cells.map((value) => make("td", { textContent: value })));
   }));
 }
@@ -214,7 +220,7 @@ function showPool() {
   for (const state of pool.states) of[state]++;
   const held = total - of[FREE] - of[CACHED];
   at("pool-sizes").textContent = total
-    ? `${total} pages of ${server.now?.page_size ?? "?"} tokens: ${held} held${of[SHARED] ? ` (${of[SHARED]} shared)` : ""}, ${of[CACHED]} cached, ${of[FREE]} free`
+    ? `${count(total, "page")} of ${server.now?.page_size ?? "?"} tokens: ${grouped(held)} held${of[SHARED] ? ` (${grouped(of[SHARED])} shared)` : ""}, ${grouped(of[CACHED])} cached, ${grouped(of[FREE])} free`
     : "not drawn yet";
   at("pages").setAttribute("aria-label", `Page pool: ${at("pool-sizes").textContent}. Arrow keys move, Enter chooses a page's sequence.`);
   for (const [part, number] of Object.entries({ held: held - of[SHARED], shared: of[SHARED], cached: of[CACHED] })) {

@@ -5,6 +5,7 @@ export const FREE = 0, CACHED = 1, HELD = 2, PUBLISHED = 3, SHARED = 4;
 const STATES = ["free", "cached", "held, being written", "held, findable by others", "shared"];
 const FLASH = 600; // milliseconds for which a page that changed stands out
 const BIGGEST = 32, SMALLEST = 3; // pixels of a cell
+const MANY = 4000, PAUSE = 120; // pages from which on it is drawn only every so many milliseconds
 const TALLEST = 330; // pixels of the pool; fewer pages take less
 
 const style = getComputedStyle(document.documentElement);
@@ -194,7 +195,10 @@ export class PoolMap {
   // Draws, if anything is new or still fades.
   draw(now) {
     if (!this.dirty && !(now - this.lastChange < FLASH)) return;
+    if (this.states.length > MANY && now - this.drawn < PAUSE) return;
     this.dirty = false;
+    this.drawn = now;
+    this.oldest = this.cachedAt.values().next().value ?? 0; // a Map keeps the order of its entries
     const grid = (this.grid = this.layout(this.canvas.clientWidth, TALLEST));
     const rows = Math.ceil(this.states.length / grid.each / grid.columns);
     this.canvas.style.height = `${Math.max(2 * BIGGEST, Math.ceil(rows * grid.cell))}px`;
@@ -230,7 +234,7 @@ export class PoolMap {
   cell(context, paint, page, x, y, width, height, lit) {
     const state = this.states[page];
     const mine = !lit || this.owners.get(page)?.has(lit.name);
-    context.globalAlpha = mine ? 1 : 0.18;
+    context.globalAlpha = mine ? 1 : 0.28;
     if (state === CACHED) context.globalAlpha *= this.freshness(page);
     const holder = this.slots.get(this.holders(page)[0]);
     if (state === FREE) context.fillStyle = paint.free;
@@ -248,9 +252,8 @@ export class PoolMap {
 
   // 1 for what was cached last, less the sooner it goes.
   freshness(page) {
-    const oldest = this.cachedAt.values().next().value ?? 0;
-    const span = Math.max(1, this.serial - oldest);
-    return 0.35 + 0.65 * ((this.cachedAt.get(page) ?? 0) - oldest) / span;
+    const span = Math.max(1, this.serial - this.oldest);
+    return 0.35 + (0.65 * ((this.cachedAt.get(page) ?? 0) - this.oldest)) / span;
   }
 
   flash(context, paint, page, x, y, width, height, now) {
