@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -32,6 +33,17 @@ def test_more_threads_than_any_machine_can_use_are_refused_before_the_model_is_l
     EngineConfig(model="m", threads=MOST_THREADS).check()
     with pytest.raises(EngineConfigError, match="--threads 5000 is more than 1024"):
         EngineConfig(model="m", threads=5000).check()
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("target_itl", 0.0), ("target_itl", math.nan), ("step_timeout", 0.0), ("step_timeout", -1.0),
+     ("step_timeout", math.inf), ("neighbour_steps", math.nan), ("neighbour_steps", math.inf),
+     ("max_restarts", -1)],
+)  # fmt: skip
+def test_a_number_no_engine_can_work_with_is_refused_by_its_flag(flag: str, value: float) -> None:
+    with pytest.raises(EngineConfigError, match=f"--{flag.replace('_', '-')} must"):
+        EngineConfig(model="m", **{flag: value}).check()
 
 
 @pytest.mark.skipif(not native.available()[0], reason="the native kernels are not built")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -155,6 +156,23 @@ def test_a_rebound_name_reaches_no_server_without_keys(serve: Serve, path: str) 
 
 
 # B75: a preflight carries no key; only allowed origins get headers; refusals carry them too.
+@pytest.mark.parametrize(
+    ("origin", "taken"),
+    [("*", True), ("null", True), ("https://ops.example", True), ("http://[::1]:8080/", True),
+     ("chrome-extension://abcdef", True), ("ops.example", False), ("https://*.example", False),
+     ("https://ops.example/chat", False), ("https://Ops.Example", False), ("", False)],
+)  # fmt: skip
+def test_an_origin_that_no_browser_sends_is_refused_at_the_start(origin: str, taken: bool) -> None:
+    config = ServerConfig(allowed_origins=[origin])
+    with nullcontext() if taken else pytest.raises(ConfigError, match="--allowed-origins"):
+        config.check()
+
+
+def test_a_model_cannot_be_served_under_an_empty_name() -> None:
+    with pytest.raises(ConfigError, match="--served-model-name is empty"):
+        ServerConfig(served_model_name=["good", " "]).check()
+
+
 def test_preflights_of_allowed_origins_pass_without_a_key(serve: Serve) -> None:
     async def test() -> None:
         config = {"api_key": ["k"], "allowed_origins": ["https://good.example"]}

@@ -5,6 +5,7 @@ Torch-free: the command line, the API process and the engine process all read it
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,8 +82,15 @@ class EngineConfig:
         for name in ("max_num_seqs", "max_num_batched_tokens", "page_size"):
             if getattr(self, name) < 1:
                 raise EngineConfigError(f"--{name.replace('_', '-')} must be at least 1.")
-        if not self.neighbour_steps >= 0:
-            raise EngineConfigError("--neighbour-steps must not be negative.")
+        if not 0 <= self.neighbour_steps < math.inf:
+            raise EngineConfigError("--neighbour-steps must be a number that is not negative.")
+        for name in ("target_itl", "step_timeout"):
+            seconds = getattr(self, name)
+            if seconds is not None and not 0 < seconds < math.inf:
+                flag = name.replace("_", "-")
+                raise EngineConfigError(f"--{flag} must be above 0 seconds, not {seconds:g}.")
+        if self.max_restarts < 0:
+            raise EngineConfigError("--max-restarts must not be negative; 0 restarts nothing.")
         for name in ("threads", "max_model_len", "num_pages", "kv_cache_memory_bytes"):
             value = getattr(self, name)
             if value is not None and value < 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,6 +12,7 @@ class ConfigError(ValueError):
     """The configuration cannot be used; the message says what to change."""
 
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*A-Z]+/?")
 _LEAST: dict[float, tuple[str, ...]] = {
     1: (
         "max_text_size", "max_choices", "default_max_tokens", "stream_interval",
@@ -129,6 +131,15 @@ class ServerConfig:
             raise ConfigError("An API key is empty; give a secret, or leave the flag out.")
         if not all(key.isascii() and key.isprintable() for key in keys):
             raise ConfigError("An API key has characters that no HTTP header can carry.")
+        if any(not name.strip() for name in self.served_model_name):
+            raise ConfigError("--served-model-name is empty; give a name, or leave the flag out.")
+        for origin in self.allowed_origins:
+            if origin not in ("*", "null") and not _ORIGIN.fullmatch(origin):
+                raise ConfigError(
+                    f"--allowed-origins {origin} is no origin a browser sends, so that it would "
+                    "never match; write https://name or http://name:port in small letters, with "
+                    "no path and no * in it, or * for all."
+                )
         self._check_ranges()
         if not 0 <= self.max_queue_wait < float("inf"):
             raise ConfigError("--max-queue-wait must be a number of seconds, 0 for no bound.")
