@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from budget import examples
 from server.served import Serve
-from turnstile.server.schemas import ChatRequest, CompletionRequest
+from turnstile.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
 
 scalars = (
     st.none()
@@ -47,6 +47,31 @@ messages = st.lists(
     max_size=3,
 )
 
+kinds = ["message", "function_call", "function_call_output", "reasoning", "function", "auto"]
+words = st.sampled_from([*kinds, "required", "none", "f", "{}"])
+functions = st.fixed_dictionaries(
+    {"type": st.just("function")},
+    optional={
+        "name": words | values,
+        "function": st.fixed_dictionaries({"name": words}, optional={"parameters": values})
+        | values,
+        "parameters": values,
+    },
+)
+items = st.text(max_size=8) | st.lists(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "type": words | values,
+            "role": st.sampled_from(["user", "assistant"]) | values,
+            "content": st.text(max_size=10) | parts | values,
+            **dict.fromkeys(("name", "arguments", "call_id", "output"), words | values),
+        },
+    )
+    | values,
+    max_size=3,
+)
+
 
 def bodies(kind: Any, first: str, contents: Any) -> Any:
     fields = {
@@ -57,6 +82,8 @@ def bodies(kind: Any, first: str, contents: Any) -> Any:
     plausible = st.integers(1, 6)
     fields["n"] = fields["max_tokens"] = plausible | values
     fields["stream"] = st.booleans() | values
+    fields["tools"] = st.lists(functions, max_size=3) | values
+    fields["tool_choice"] = words | functions | values
     return st.fixed_dictionaries({first: contents}, optional=fields)
 
 
@@ -65,6 +92,7 @@ def bodies(kind: Any, first: str, contents: Any) -> Any:
     [
         ("/v1/completions", bodies(CompletionRequest, "prompt", prompts)),
         ("/v1/chat/completions", bodies(ChatRequest, "messages", messages)),
+        ("/v1/responses", bodies(ResponsesRequest, "input", items)),
     ],
 )
 def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> None:
@@ -75,8 +103,11 @@ def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> 
             )
             assert answer.status_code in (200, 400, 404), answer.text
             if answer.headers["content-type"].startswith("text/event-stream"):
-                assert answer.text.endswith("data: [DONE]\n\n")
-                assert '"error"' not in answer.text
+                if path == "/v1/responses":
+                    assert '"error":null' in answer.text.rpartition("event: ")[2]
+                else:
+                    assert answer.text.endswith("data: [DONE]\n\n")
+                    assert '"error"' not in answer.text
             else:
                 json.loads(answer.text)
             metrics = served.service.metrics
@@ -92,7 +123,7 @@ def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> 
     def test(made: dict[str, Any], data: Any) -> None:
         names = sorted(made)
         drawn = data.draw(st.lists(st.sampled_from(names), max_size=3))
-        kept = {*drawn, "prompt", "messages"}
+        kept = {*drawn, "prompt", "messages", "input"}
         chosen = {name: made[name] for name in names if name in kept}
         asyncio.run(ask(json.dumps(chosen).encode()))
 

@@ -18,6 +18,7 @@ from turnstile.server.schemas import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    ResponsesRequest,
     TokenizeRequest,
 )
 from turnstile.server.service import Service
@@ -26,6 +27,7 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

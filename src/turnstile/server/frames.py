@@ -13,7 +13,7 @@ from typing import Any
 
 from turnstile.server.choices import Choice, Job
 from turnstile.server.prompt_logprobs import prompt_logprobs_of
-from turnstile.server.sse import encode, frame, split_around
+from turnstile.server.sse import DONE, encode, error_frames, frame, split_around
 from turnstile.server.usage import Record, metrics_of, timings_of, usage_of
 from turnstile.text.echo import echo_prompt
 from turnstile.text.logprobs import LogprobEntry, chat_logprobs, completion_logprobs
@@ -167,6 +167,14 @@ class Frames(ABC):
             "model": head.model,
             "system_fingerprint": head.fingerprint,
         }
+
+    def ending(self) -> bytes:
+        """What ends a stream."""
+        return self.usage_frame() + DONE
+
+    def failure(self, body: bytes) -> bytes:
+        """What ends a stream that fails; ``body`` is the error's."""
+        return error_frames(body)
 
     def usage_frame(self) -> bytes:
         """The chunk with the usage, where the client wants it."""

@@ -19,7 +19,6 @@ from turnstile.server.model import ServedModel
 from turnstile.server.parameters import final_max_tokens
 from turnstile.server.prompts import TokenizedPrompt, check_choices
 from turnstile.server.service import Service
-from turnstile.server.sse import DONE, error_frames
 from turnstile.server.trails import RequestTrail
 from turnstile.server.usage import Record
 from turnstile.text.echo import echo_prompt
@@ -244,9 +243,9 @@ class Answer:
         await exchange.start_stream()
         self._service.stream_began(exchange)
         try:
-            last = await self._follow_all() + self._frames.usage_frame() + DONE
+            last = await self._follow_all() + self._frames.ending()
         except Exception as error:
-            last = error_frames(self._error(error).body())
+            last = self._frames.failure(self._error(error).body())
         finally:
             self._service.stream_ended(exchange)
         await exchange.end_stream(last)

@@ -30,6 +30,7 @@ from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
 from turnstile.server.tools import ToolUse
 from turnstile.server.usage import Record
+from turnstile.text.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -53,6 +54,23 @@ class Endpoint(ABC, Generic[R]):
     id_prefix: str
     prompt_field: str
     frames: type[Frames]
+
+    def parse(self, body: bytes) -> R:
+        """Read the body. Raises :class:`ApiError` 400."""
+        return decode(body, self.schema)
+
+    def make_frames(
+        self,
+        request: R,
+        parts: tuple[Head, Wishes, Tokenizer, Record],
+        use: ToolUse | None,
+        *,
+        thinks: bool,
+    ) -> Frames:
+        """Who writes the answer: plainly, or taken apart, where there is more in it than text."""
+        if use is None and not thinks:
+            return self.frames(*parts)
+        return ParsedFrames(*parts, use, thinks=thinks)
 
     @abstractmethod
     async def read(
@@ -105,7 +123,7 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
     model, gate = service.require_model()
     config, tenant = service.config, exchange.tenant
     body = await exchange.json_body(service.bodies)
-    request = decode(body, endpoint.schema)
+    request = endpoint.parse(body)
     model.check_name(request.model)
     params = make_params(request, model, config)
     priority = priority_of(request, tenant)
@@ -140,10 +158,7 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
     head = make_head(endpoint.id_prefix, model, request)
     parts = (head, wishes, model.tokenizer, record)
     thinks = constraint is None and endpoint.thinks(request, model, config)
-    if use is None and not thinks:
-        frames = endpoint.frames(*parts)
-    else:
-        frames = ParsedFrames(*parts, use, thinks=thinks)
+    frames = endpoint.make_frames(request, parts, use, thinks=thinks)
     return Answer(service, exchange, record, frames, stream=bool(request.stream), keep=keep)
 
 

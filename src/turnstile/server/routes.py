@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from turnstile.server import chat, completions, info, requests, tokenize
+from turnstile.server import chat, completions, info, requests, responses, tokenize
 from turnstile.server.exchange import Exchange
 from turnstile.server.service import Service
 
@@ -16,12 +16,13 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 """Paths that need no key: probes carry none, and they tell nothing."""
 PAGE_PATHS = frozenset({"/", "/dashboard", "/dashboard.css", "/dashboard.js", "/dashboard_map.js"})
 """Nor do those of a page that holds no data: a browser has no key before it has the page."""
-INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
 
 ROUTES: tuple[Entry, ...] = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/chat/completions/render", chat.render),
+    ("POST", "/v1/responses", responses.responses),
     ("GET", "/v1/models", info.models),
     ("GET", "/v1/models/{name:path}", info.model_card),
     ("GET", "/v1/requests", requests.requests),

@@ -115,6 +115,43 @@ class ChatRequest(GenerationRequest, kw_only=True):
     modalities: list[str] | None = None
 
 
+class ResponsesRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/responses``."""
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    """What a user says, or the conversation: messages, calls and their outputs."""
+    instructions: str | None = None
+    """A system message before the input."""
+    stream: bool | None = False
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    text: dict[str, Any] | None = None
+    """``{"format": {"type": "text" | "json_object"}}``, or ``json_schema`` with its schema."""
+    tools: list[dict[str, Any]] | None = None
+    """Functions that may be called, each ``{"type": "function", "name": …}``."""
+    tool_choice: str | dict[str, Any] | None = None
+    """``auto``, ``none``, ``required``, or ``{"type": "function", "name": …}``."""
+    parallel_tool_calls: bool | None = True
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    priority: int | None = None
+    timeout: float | None = None
+    cache_salt: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    conversation: Any = None
+    prompt: Any = None
+    background: bool | None = False
+    truncation: str | None = None
+    top_logprobs: int | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /tokenize``: a ``prompt``, or ``messages`` to render first."""
 
