@@ -300,3 +300,38 @@ def _life(served: Served) -> Any:
 
     listener: Any = None
     return Life(served.service, listener, never)
+
+
+def test_the_ids_of_chats_are_remembered_for_whom_pages_are_shared_with(serve: Serve) -> None:
+    async def hits(*others: dict[str, Any], **settings: Any) -> list[int]:
+        """Sections found after a chat with a long system prompt, and after each of the others."""
+        config = {"api_key": ["a-key", "b-key"], "admin_api_key": ["boss"]}
+        async with serve(config=config, max_model_len=4096, num_pages=512, **settings) as served:
+            sections = served.service.require_model()[0].sections
+            found, prompts = [], []
+            for number, body in enumerate(({}, *others)):
+                key = body.get("key", "a-key")
+                if key == "boss":
+                    await served.client.post("/reset_prefix_cache", headers={"x-api-key": key})
+                    continue
+                system = {"role": "system", "content": "the rules " * 60}
+                asked = {"role": "user", "content": f"question {number}"}
+                fields = {k: v for k, v in body.items() if k != "key"}
+                answer = await served.client.post(
+                    "/v1/chat/completions",
+                    json={"messages": [system, asked], "max_tokens": 1} | fields,
+                    headers={"x-api-key": key},
+                )
+                assert answer.status_code == 200, answer.text
+                found.append(0 if sections is None else sections.hits)
+                prompts.append(served.engine.streams[-1].generation.prompt)
+            assert len(set(map(tuple, prompts))) == len(prompts), "each had its own question"
+            return found
+
+    async def test() -> None:
+        other, salted = {"key": "b-key"}, {"cache_salt": "x"}
+        assert await hits({}, other, salted, {}, salted) == [0, 1, 1, 1, 2, 3]
+        assert await hits({}, {"key": "boss"}, {}, {}) == [0, 1, 1, 2]
+        assert await hits({}, {}, prefix_caching=False) == [0, 0, 0]
+
+    asyncio.run(test())

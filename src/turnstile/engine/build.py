@@ -181,6 +181,7 @@ def _limits(config: EngineConfig, epoch: int, num_pages: int, max_model_len: int
         "admission": config.admission,
         "scheduling_policy": config.scheduling_policy,
         "draft_tokens": most_draft_tokens(config),
+        "prefix_caching": config.enable_prefix_caching,
     }
 
 

@@ -60,7 +60,7 @@ class EngineConfig:
     kv_cache_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     """Form of K and V in the pages. `auto`: that of the weights."""
     enable_prefix_caching: bool = True
-    """Keep the pages of finished prompts for requests that begin alike."""
+    """Keep the pages of finished prompts for requests that begin alike, and the ids of chats."""
     admission: Literal["expected", "guaranteed", "unchecked"] = "expected"
     """When a sequence may start: by its expected length, only if it surely fits, or always."""
     scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"

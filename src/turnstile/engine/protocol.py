@@ -314,6 +314,8 @@ class EngineInfo(msgspec.Struct, array_like=True, tag="ready"):
     scheduling_policy: str = "fair"
     draft_tokens: int = 0
     """Tokens of a draft at most; 0 where nobody guesses."""
+    prefix_caching: bool = True
+    """Whether prompts that were here before may be remembered."""
 
     @property
     def kv_tokens(self) -> int:

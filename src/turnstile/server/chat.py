@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from turnstile.engine.params import SamplingParams
@@ -20,7 +21,7 @@ from turnstile.server.frames import ChatFrames
 from turnstile.server.intake import Endpoint, answer
 from turnstile.server.json_body import decode
 from turnstile.server.model import ServedModel
-from turnstile.server.parameters import deadline_of, wanted_tokens
+from turnstile.server.parameters import deadline_of, prefix_salt, wanted_tokens
 from turnstile.server.prompts import TokenizedPrompt, truncate
 from turnstile.server.reader import Reader
 from turnstile.server.schemas import ChatRequest
@@ -53,7 +54,8 @@ class Chats(Endpoint[ChatRequest]):
     ) -> list[TokenizedPrompt]:
         """Render the messages with the model's template, and tokenize them."""
         trust = config.trust_request_chat_template
-        prompt = await render_chat(request, reader, size, trust=trust)
+        salt = prefix_salt(config, reader.tenant, request.cache_salt)
+        prompt = await render_chat(request, reader, size, trust=trust, salt=salt)
         return [TokenizedPrompt(prompt.token_ids)]
 
     def tool_use(
@@ -112,9 +114,10 @@ async def render(service: Service, exchange: Exchange) -> None:
 
 
 async def render_chat(
-    request: ChatRequest, reader: Reader, size: int, *, trust: bool
+    request: ChatRequest, reader: Reader, size: int, *, trust: bool, salt: bytes | None = None
 ) -> ChatPrompt:
-    """Text and ids of a conversation that came in a body of ``size`` bytes.
+    """Text and ids of a conversation that came in a body of ``size`` bytes. With ``salt`` they may
+    be remembered for those who come with the same.
 
     Raises :class:`ApiError` 400 with the template's own complaint where it has one, and for
     what this server cannot do for a chat.
@@ -134,20 +137,24 @@ async def render_chat(
         template=request.chat_template,
         variables=request.chat_template_kwargs or {},
     )
-    prompt = await encode_chat(chat, reader, size)
+    prompt = await encode_chat(chat, reader, size, salt)
     ids = truncate(prompt.token_ids, request.truncate_prompt_tokens, reader.model)
     return ChatPrompt(prompt.text, ids)
 
 
-async def encode_chat(chat: ChatInput, reader: Reader, size: int) -> ChatPrompt:
-    """Render and tokenize, in a thread where a body of ``size`` bytes makes it long.
+async def encode_chat(
+    chat: ChatInput, reader: Reader, size: int, salt: bytes | None = None
+) -> ChatPrompt:
+    """Render and tokenize, in a thread where a body of ``size`` bytes makes it long. ``salt`` as
+    in :func:`render_chat`.
 
     The whole body counts: a template may render any of it, and all of it is looked through.
     """
     reader.refuse_giant(size, "messages")
-    encode = reader.model.chat.encode
+    encode, sections = reader.model.chat.encode, reader.model.sections
+    whole = None if salt is None or sections is None else partial(sections.encode, salt=salt)
     try:
-        prompt = await reader.off_loop(size, lambda: encode(chat))
+        prompt = await reader.off_loop(size, lambda: encode(chat, whole))
     except MessageError as error:
         raise message_refusal(error) from None
     except TemplateError as error:

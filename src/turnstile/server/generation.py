@@ -16,7 +16,7 @@ from turnstile.server.follower import Follower
 from turnstile.server.frames import Frames
 from turnstile.server.gate import enter, make_work, rate_limits
 from turnstile.server.model import ServedModel
-from turnstile.server.parameters import final_max_tokens
+from turnstile.server.parameters import final_max_tokens, prefix_salt
 from turnstile.server.prompts import TokenizedPrompt, check_choices
 from turnstile.server.service import Service
 from turnstile.server.trails import RequestTrail
@@ -90,7 +90,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             priority=order.priority,
             arrival=exchange.started,
             deadline=order.deadline,
-            salt=_salt(service, exchange, order.cache_salt),
+            salt=prefix_salt(service.config, exchange.tenant, order.cache_salt),
         )
         options = TextOptions(
             stop=automaton,
@@ -112,13 +112,6 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             )
         )
     return jobs
-
-
-def _salt(service: Service, exchange: Exchange, own: str | None) -> bytes:
-    """Who may share prefix-cache pages with this request: equal salts only."""
-    shares = service.config.prefix_sharing == "all" or exchange.tenant.share_cache
-    tenant = "" if shares or exchange.tenant.name == "default" else exchange.tenant.name
-    return f"{tenant}\0{own}".encode() if own else tenant.encode()
 
 
 class Answer:

@@ -112,13 +112,15 @@ async def server_info(service: Service, exchange: Exchange) -> None:
 
 
 async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
-    """Forget the cached pages nobody holds. Administrators only."""
+    """Forget the cached pages nobody holds, and the ids of chats. Administrators only."""
     require_admin(exchange.tenant)
     refuse_foreign_page(service, exchange)
-    service.require_model()
+    model, _ = service.require_model()
     if service.engine.state is not EngineState.READY:
         raise ApiError(503, "The engine is not ready.", code="model_loading", retry_after=1.0)
     service.engine.reset_prefix_cache()
+    if model.sections is not None:
+        model.sections.clear()
     await exchange.respond_json({"status": "ok"})
 
 

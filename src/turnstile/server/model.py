@@ -12,6 +12,7 @@ from turnstile.engine.protocol import EngineInfo
 from turnstile.models.generation import GenerationDefaults
 from turnstile.server.errors import ApiError
 from turnstile.text.chat import ChatEncoder
+from turnstile.text.sections import SectionCache
 from turnstile.text.tokenizer import Tokenizer
 
 _SHOWN_NAME = 100
@@ -53,6 +54,13 @@ class ServedModel:
         made_of = (self.name, self.info.weight_format, self.info.backend, self.info.kv_dtype)
         digest = hashlib.sha256(repr(made_of).encode()).hexdigest()
         return f"turnstile-{__version__}-{digest[:8]}"
+
+    @cached_property
+    def sections(self) -> SectionCache | None:
+        """Long sections of chats that were tokenized before; None where nothing of a prompt is to
+        be remembered.
+        """
+        return SectionCache(self.tokenizer) if self.info.prefix_caching else None
 
     def check_name(self, name: str | None) -> None:
         """Raise :class:`ApiError` 404 for a model that is not this one. None is this one."""

@@ -229,3 +229,13 @@ def priority_of(request: GenerationRequest, tenant: Tenant) -> int:
             "priority",
         )
     return request.priority
+
+
+def prefix_salt(config: ServerConfig, tenant: Tenant, own: str | None) -> bytes:
+    """Who may share with a request what is remembered of prompts, pages and ids: equal salts only.
+
+    ``own`` is the request's ``cache_salt``.
+    """
+    shares = config.prefix_sharing == "all" or tenant.share_cache
+    name = "" if shares or tenant.name == "default" else tenant.name
+    return f"{name}\0{own}".encode() if own else name.encode()

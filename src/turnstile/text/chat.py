@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,15 +111,20 @@ class ChatEncoder:
         text, marks = self._render(chat)
         return unmark(text, marks) if marks else text
 
-    def encode(self, chat: ChatInput) -> ChatPrompt:
+    def encode(
+        self, chat: ChatInput, encode: Callable[[str], list[int]] | None = None
+    ) -> ChatPrompt:
         """Text and token ids of the chat.
 
+        ``encode`` is another way to what :meth:`Tokenizer.encode` makes of a whole text.
         Raises :class:`MessageError` for malformed messages and :class:`TemplateError` where the
         template refuses them (a role it does not know, turns that do not alternate).
         """
         text, marks = self._render(chat)
         tokenizer = self._tokenizer
         if marks is None:
+            if encode is not None:
+                return ChatPrompt(text, encode(text))
             return ChatPrompt(text, tokenizer.encode(text, add_special_tokens=False))
         return ChatPrompt(unmark(text, marks), encode_marked(tokenizer, text, marks))
 

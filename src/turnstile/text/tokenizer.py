@@ -198,6 +198,23 @@ class Tokenizer:
         return {self._added[i].content: i for i in self.control_ids if self._added[i].content}
 
     @cached_property
+    def section_pattern(self) -> re.Pattern[str] | None:
+        """Matches the added tokens, between which :meth:`encode` makes of each piece of text what
+        it would if the piece stood alone; None where it does not.
+
+        Tokens that take away space beside them, or that are found as whole words or after
+        normalization only, depend on what is around; and SentencePiece writes a space before the
+        first piece alone.
+        """
+        added = [token for token in self._added.values() if token.content]
+        around = any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added)
+        if not self.byte_level or around or not added:
+            return None
+        # The longest of those that begin at the first place where any does, as the library has it.
+        texts = sorted((token.content for token in added), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)))
+
+    @cached_property
     def must_segment(self) -> bool:
         """Whether control tokens can appear only after normalization (NFKC makes ``<`` of ``＜``),
         so that looking for their text in a user's words is not enough.
