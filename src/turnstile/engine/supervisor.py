@@ -261,7 +261,7 @@ class ProcessEngine(JournaledClient):
         self._engine, self._ready = None, False
         why = self._why or f"The engine process {engine.end}."
         if self._started is not None and not self._started.done():
-            self._die(why)
+            self._die()
             self._started.set_exception(EngineUnavailableError(why, EngineState.DEAD))
             return
         narrowed = self._judge()
@@ -273,7 +273,7 @@ class ProcessEngine(JournaledClient):
         if self._restarts > self.config.max_restarts:
             why += f" It was restarted {self.config.max_restarts} times in vain."
             logger.error("The engine is given up. %s", why)
-            self._die(why)
+            self._die()
             return
         if self.state is not EngineState.DRAINING:
             self.state = EngineState.RECOVERING
@@ -324,9 +324,10 @@ class ProcessEngine(JournaledClient):
             self._end(entries[verdict.guilty], "error", message)
         return verdict.narrowed
 
-    def _die(self, why: str) -> None:
+    def _die(self) -> None:
         self.state = EngineState.DEAD
-        self._end_all("error", f"The engine has died and cannot be restarted. {why}")
+        # Why is for the operator: it may name paths, and clients read this.
+        self._end_all("error", "The engine has died and cannot be restarted.")
 
     # -- the watchdog -----------------------------------------------------------------------------
 
