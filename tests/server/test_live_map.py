@@ -19,6 +19,7 @@ from turnstile.core.events import encode
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Occupant, Picture, Snapshot, StepResult
 from turnstile.server import watchers
+from turnstile.server.live_map import LiveMap
 from turnstile.server.live_state import in_words, quantile
 from turnstile.server.live_steps import StepTape
 from turnstile.server.live_view import Viewer
@@ -170,7 +171,7 @@ def test_a_tenant_sees_its_own_and_only_that_there_are_others(serve: Serve) -> N
             assert [slot["id"] for slot in full["slots"]] == list(trails.values())
             assert told["taken"] == full["taken"] == 2
             assert change["progress"] == [[1, 5, 6]]
-            assert change["pages"] == [[2], "2"]
+            assert change["pages"] == [[], ""]  # the others do something with one of theirs
             assert [row["tenant"] for row in state["tenants"]] == [ours.tenant]
             assert {row["tenant"] for row in full_state["tenants"]} == {ours.tenant, theirs.tenant}
             assert (state["more_tenants"], state["others_waiting"]) == (1, 1)
@@ -182,6 +183,22 @@ def test_a_tenant_sees_its_own_and_only_that_there_are_others(serve: Serve) -> N
             assert "secret" not in seen + json.dumps([full, full_state])
 
     asyncio.run(test())
+
+
+def test_a_page_that_a_tenant_lets_go_looks_like_the_others() -> None:
+    live, own = LiveMap(), Viewer("a")
+    live.take(
+        whole(
+            Occupant(1, "x", 0, "a", 3, 9),
+            Occupant(2, "y", 0, "b", 3, 9),
+            tables=[[0, 1], [1, 2]],
+            states=[HELD, SHARED, PUBLISHED],
+        )
+    )
+    left = Picture(False, [], [1], [2], [5], [6], [], [0, 1, 2], bytes([FREE, PUBLISHED, SHARED]))
+    live.take(left)
+    assert own.change(live, left, str)["pages"] == [[0, 1], "02"]
+    assert EVERYBODY.change(live, left, str)["pages"] == [[0, 1, 2], "034"]
 
 
 def test_there_is_room_for_so_many_and_some_of_it_is_for_administrators(serve: Serve) -> None:

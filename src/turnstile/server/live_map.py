@@ -33,12 +33,18 @@ class LiveMap:
         The cached pages, the one that goes first at the front.
     slots
         Who has a slot, by the name the pictures give them, in order of admission.
+    before
+        Of the pages that the newest picture told of: their states in the one before.
+    released
+        The pages that each tenant's sequences have let go with the newest picture.
     """
 
     def __init__(self) -> None:
         self.states = bytearray()
         self.cached: dict[int, None] = {}
         self.slots: dict[int, Occupied] = {}
+        self.before: dict[int, int] = {}
+        self.released: dict[str, set[int]] = {}
 
     def clear(self, num_pages: int = 0) -> None:
         """Nobody holds anything: a new engine, or none."""
@@ -50,6 +56,10 @@ class LiveMap:
         """Add a picture. O(what it tells + running)."""
         if picture.whole:
             self.clear(len(picture.pages))
+        self.before = {page: self.states[page] for page in picture.pages}
+        self.released = {}
+        for name in picture.left:
+            self._release(name)
         for who in picture.entered:
             self.slots[who.name] = Occupied(who)
         # Who was preempted and let in again since has gone to the end.
@@ -60,6 +70,7 @@ class LiveMap:
             slot.computed, slot.total = computed, total
         for name, anew, pages in picture.tables:
             if anew:
+                self._release(name)
                 self.slots[name].pages = list(pages)
             else:
                 self.slots[name].pages += pages
@@ -68,6 +79,11 @@ class LiveMap:
             self.cached.pop(page, None)
             if state == PageState.CACHED:
                 self.cached[page] = None
+
+    def _release(self, name: int) -> None:
+        slot = self.slots.get(name)
+        if slot is not None:
+            self.released.setdefault(slot.who.tenant, set()).update(slot.pages)
 
     def count(self, state: PageState) -> int:
         """How many pages are in a state. O(pages)."""

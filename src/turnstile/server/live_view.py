@@ -17,6 +17,7 @@ from turnstile.server.live_map import LiveMap
 Told = dict[str, object]
 NameOf = Callable[[str], str]
 """From an engine request id to the id its client knows."""
+_HELD = (PageState.HELD, PageState.PUBLISHED, PageState.SHARED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class Viewer:
     def change(self, live: LiveMap, picture: Picture, name_of: NameOf) -> Told:
         """What a picture changed, which ``live`` has taken already."""
         slots = live.slots
+        pages = self._changed(live, picture.pages)
         return {
             "type": "change",
-            "pages": [picture.pages, self._digits(live, picture.pages)],
+            "pages": [pages, self._digits(live, pages)],
             "entered": [_occupant(w, name_of) for w in picture.entered if self.sees(w.tenant)],
             "left": picture.left,
             "progress": [
@@ -66,18 +68,30 @@ class Viewer:
             "taken": len(slots),
         }
 
+    def _changed(self, live: LiveMap, pages: list[int]) -> list[int]:
+        """Those of the pages that look different to this viewer. What others do with the ones they
+        hold shows nothing, not even that something happened.
+        """
+        if self.tenant is None:
+            return pages
+        own = live.pages_of(self.tenant) | live.released.get(self.tenant, set())
+        return [
+            page
+            for page in pages
+            if page in own or not (live.before[page] in _HELD and live.states[page] in _HELD)
+        ]
+
     def _digits(self, live: LiveMap, pages: range | list[int]) -> str:
         """The state of each page as a digit. How others hold theirs is not told, nor with whom."""
         states = live.states
         if self.tenant is None:
             return "".join([str(states[page]) for page in pages])
         own = live.pages_of(self.tenant)
-        hidden = (PageState.PUBLISHED, PageState.SHARED)
         return "".join(
             [
                 str(
                     int(PageState.HELD)
-                    if states[page] in hidden and page not in own
+                    if states[page] in _HELD and page not in own
                     else states[page]
                 )
                 for page in pages
