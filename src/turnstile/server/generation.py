@@ -92,14 +92,7 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             deadline=order.deadline,
             salt=prefix_salt(service.config, exchange.tenant, order.cache_salt),
         )
-        options = TextOptions(
-            stop=automaton,
-            include_stop=params.include_stop_str_in_output,
-            skip_special_tokens=params.skip_special_tokens,
-            min_tokens=params.min_tokens,
-            logprobs=params.logprobs is not None,
-            offset=len(prompt.text or "") if order.echo else 0,
-        )
+        options = _text_options(params, automaton, len(prompt.text or "") if order.echo else 0)
         jobs.append(
             Job(
                 generation,
@@ -112,6 +105,18 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             )
         )
     return jobs
+
+
+def _text_options(params: SamplingParams, stop: StopAutomaton | None, offset: int) -> TextOptions:
+    """What the request says of its text; ``offset`` characters of prompt are echoed before it."""
+    return TextOptions(
+        stop=stop,
+        include_stop=params.include_stop_str_in_output,
+        skip_special_tokens=params.skip_special_tokens,
+        min_tokens=params.min_tokens,
+        logprobs=params.logprobs is not None,
+        offset=offset,
+    )
 
 
 class Answer:
