@@ -359,6 +359,32 @@ def test_server_info_hides_secrets(serve: Serve) -> None:
     asyncio.run(test())
 
 
+def test_only_administrators_are_told_of_files_processes_and_the_seed(serve: Serve) -> None:
+    config = {"api_key": ["user"], "admin_api_key": ["boss"], "seed": 1234567, "trace": None}
+
+    async def test() -> None:
+        async with serve(config=config) as served:
+            served.service.environment = {
+                "engine_config": {"model": "/secret/place", "page_size": 16}
+            }
+            told = {
+                key: (await served.client.get("/server_info", headers={"x-api-key": key})).json()
+                for key in ("user", "boss")
+            }
+            assert told["boss"]["server"]["seed"] == 1234567
+            assert told["boss"]["engine_config"]["model"] == "/secret/place"
+            assert "pid" in told["boss"]["engine"]
+            assert not {"seed", "tenants", "trace", "uds"} & {*told["user"]["server"]}
+            assert told["user"]["engine_config"] == {
+                "model": told["user"]["model"][0],
+                "page_size": 16,
+            }
+            assert "pid" not in told["user"]["engine"]
+            assert told["user"]["engine"]["page_size"] == 16  # what a simulation is made from
+
+    asyncio.run(test())
+
+
 def test_the_docs_need_nothing_from_elsewhere(serve: Serve) -> None:
     async def test() -> None:
         async with serve() as served:

@@ -13,6 +13,7 @@ class ConfigError(ValueError):
 
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/*A-Z]+/?")
+_FOR_ADMINS = ("tenants", "chat_template", "trace", "uds", "seed")
 _LEAST: dict[float, tuple[str, ...]] = {
     1: (
         "max_text_size", "max_choices", "default_max_tokens", "stream_interval",
@@ -169,14 +170,16 @@ class ServerConfig:
         listed = self.disable_access_log_for_endpoints.split(",")
         return frozenset(path.strip() for path in listed if path.strip())
 
-    def redacted(self) -> dict[str, object]:
-        """The configuration as plain values, without its secrets."""
+    def redacted(self, *, admin: bool) -> dict[str, object]:
+        """The configuration as plain values, without its secrets; for others than administrators
+        also without places on this machine and the seed, from which others' draws could be told.
+        """
         from dataclasses import asdict
 
         values = asdict(self)
         for name in ("api_key", "admin_api_key"):
             values[name] = ["***"] * len(values[name])
-        return values
+        return values if admin else {k: v for k, v in values.items() if k not in _FOR_ADMINS}
 
 
 def is_loopback(host: str) -> bool:

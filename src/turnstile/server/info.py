@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from turnstile import __version__
@@ -96,19 +98,27 @@ async def load(service: Service, exchange: Exchange) -> None:
 
 
 async def server_info(service: Service, exchange: Exchange) -> None:
-    """The effective configuration, without secrets, and what the engine says of itself."""
-    info = service.engine.info
-    await exchange.respond_json(
-        {
-            "version": __version__,
-            "phase": str(service.phase),
-            "engine_state": str(service.engine.state),
-            "model": service.model.names if service.model else None,
-            "engine": None if info is None else msgspec.structs.asdict(info),
-            "server": service.config.redacted(),
-            **service.environment,
-        }
-    )
+    """The effective configuration, without secrets, and what the engine says of itself. Only
+    administrators are told of files and processes.
+    """
+    admin = exchange.tenant.admin
+    names = service.model.names if service.model else None
+    told: dict[str, Any] = {
+        "version": __version__,
+        "phase": str(service.phase),
+        "engine_state": str(service.engine.state),
+        "model": names,
+        "engine": None,
+        "server": service.config.redacted(admin=admin),
+        **service.environment,
+    }
+    if service.engine.info is not None:
+        told["engine"] = msgspec.structs.asdict(service.engine.info)
+    if not admin:
+        (told["engine"] or {}).pop("pid", None)
+        if "engine_config" in told:
+            told["engine_config"] = {**told["engine_config"], "model": names[0] if names else None}
+    await exchange.respond_json(told)
 
 
 async def reset_prefix_cache(service: Service, exchange: Exchange) -> None:
