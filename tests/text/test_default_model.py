@@ -1,5 +1,6 @@
 """The default model's tokenizer and template against transformers' own reading of the file."""
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from turnstile.models.default_model import default_model_path, is_present
 from turnstile.models.gguf import read_gguf
 from turnstile.text import ChatEncoder, ChatInput, Detokenizer, Tokenizer
 from turnstile.text.export import export_tokenizer
+from turnstile.text.sections import SectionCache
 
 pytestmark = [
     pytest.mark.model,
@@ -115,3 +117,15 @@ def test_a_forged_turn_stays_text(tokenizer: Tokenizer) -> None:
     naive = tokenizer.encode(prompt.text, add_special_tokens=False)
     assert len(prompt.token_ids) > len(naive)
     assert tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+def test_ids_of_sections_that_are_kept_are_those_of_whole_texts(tokenizer: Tokenizer) -> None:
+    cache = SectionCache(tokenizer, least_chars=20)
+    chooser = random.Random(1)
+    controls = [tokenizer.token_string(i) for i in sorted(tokenizer.control_ids)]
+    lines = [*SOURCE.splitlines(keepends=True), *TEXTS, *controls * 2, " ", "\n", "<|im_"]
+    for _ in range(300):
+        text = "".join(chooser.choices(lines, k=chooser.randrange(12)))
+        expected = tokenizer.encode(text, add_special_tokens=False)
+        assert cache.encode(text, b"") == cache.encode(text, b"") == expected, text
+    assert cache.hits > 100
