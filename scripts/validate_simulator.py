@@ -41,14 +41,14 @@ from turnstile.bench.records import Record, read
 from turnstile.simulate.calibrate import Calibration, CalibrationError, ask_server
 from turnstile.simulate.cases import SEED, STAIRS, Case, cases
 from turnstile.simulate.check import Measured, Round, right, simulate_all, table
-from turnstile.simulate.delivery import DeliveryError, fit_front, read_steps
+from turnstile.simulate.delivery import DeliveryError, fit_front
+from turnstile.simulate.traced import TraceError, read_steps
 
 START_S, STAIRS_S, SIMULATING_S = 120.0, 60.0, 60.0
 TRACED_S = 1.0
 """Seconds after which a trace is on the disk."""
 COUNTED = {
     "steps": "turnstile_steps_total",
-    "busy_s": "turnstile_step_busy_seconds_total",
     "preemptions": "turnstile_preemptions_total",
 }
 """Counters of the engine whose growth in a run is kept with its figures."""
@@ -58,7 +58,7 @@ class RunError(Exception):
     """A run did not end as it should; the message says how."""
 
 
-FAILURES = (RunError, CalibrationError, DeliveryError, httpx.HTTPError, OSError)
+FAILURES = (RunError, CalibrationError, DeliveryError, TraceError, httpx.HTTPError, OSError)
 """What may go wrong with one run without a word about the others."""
 
 
@@ -69,6 +69,29 @@ class Served:
     url: str
     trace: Path
     had: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One load that went through.
+
+    Attributes
+    ----------
+    figures
+        Those of the bench, and what the engine counted meanwhile.
+    answers
+        When each token of each answer came, in seconds of the monotonic clock.
+    before
+        The cases that its server had had.
+    began, ended
+        On the same clock.
+    """
+
+    figures: dict[str, Any]
+    answers: list[list[float]]
+    before: list[str]
+    began: float
+    ended: float
 
 
 @contextlib.contextmanager
@@ -168,6 +191,7 @@ class Rounds:
             W1 did not end as it should: there is nothing to simulate the others with.
         """
         first, *_ = planned = cases(self.requests, 1.0)
+        runs: dict[str, Run] = {}
         with contextlib.ExitStack() as stack:
             files = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             servers: dict[tuple[str, ...], Served] = {}
@@ -177,50 +201,50 @@ class Rounds:
             for case in {case.flags: case for case in planned}.values():
                 asyncio.run(climb(servers[case.flags].url, case.key, self._prose()))
             served = servers[first.flags]
-            figures, answers = self._run(first, served)
+            runs[first.name] = self._run(first, served)
+            known = ask_server(served.url, first.key)
+            rate = 0.8 * runs[first.name].figures["request_throughput"]
+            planned = cases(self.requests, rate)
+            for case in planned[1:]:
+                try:
+                    runs[case.name] = self._run(case, servers[case.flags])
+                except FAILURES as error:
+                    _tell(f"{case.name} is left out: {error}")
             time.sleep(TRACED_S)
-            front = fit_front(read_steps(served.trace), answers)
-            known = replace(ask_server(served.url, first.key), front=front)
-            done = Round(known, 0.8 * figures["request_throughput"], {}, {})
-            done.runs[first.name], done.before[first.name] = figures, []
-            for case in cases(self.requests, done.rate)[1:]:
-                self._try(case, servers[case.flags], done)
-        return done
+            steps = {flags: read_steps(server.trace) for flags, server in servers.items()}
+        front = fit_front(steps[first.flags], runs[first.name].answers)
+        for case in planned:
+            if run := runs.get(case.name):
+                turns = steps[case.flags].between(run.began, run.ended).turns
+                run.figures.update(turns_s=turns.round(6).tolist(), busy_s=float(turns.sum()))
+        return Round(
+            replace(known, front=front),
+            rate,
+            {name: run.figures for name, run in runs.items()},
+            {name: run.before for name, run in runs.items()},
+        )
 
-    def _try(self, case: Case, served: Served, done: Round) -> None:
-        """Add a run to the round, or say why there is none."""
-        before = list(served.had)
-        try:
-            figures, _ = self._run(case, served)
-        except FAILURES as error:
-            _tell(f"{case.name} is left out: {error}")
-            return
-        done.runs[case.name], done.before[case.name] = figures, before
-
-    def _run(self, case: Case, served: Served) -> tuple[dict[str, Any], list[list[float]]]:
-        """Figures of a case, with what the engine counted meanwhile; and when each token of each
-        answer came, on the clock of the trace.
-        """
+    def _run(self, case: Case, served: Served) -> Run:
         limit = self.ends - time.monotonic()
         if limit < 10.0:
             raise RunError("there is no time")
-        before = counters(case, served.url)
+        counted, before = counters(case, served.url), list(served.had)
         served.had.append(case.name)
         began = time.monotonic()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             records, start = runner.run(send(case, served.url, self._prose(), limit))
-        seconds = time.monotonic() - began
+        ended = time.monotonic()
         after = counters(case, served.url)
         window = max(r.ended for r in records) - min(r.due for r in records)
-        figures = summarize(records, window) | {k: after[k] - before[k] for k in COUNTED}
+        figures = summarize(records, window) | {k: after[k] - counted[k] for k in COUNTED}
         _tell(
             f"{case.name}: {figures['output_throughput']:.0f} tok/s, "
-            f"{figures['completed']} completed, {seconds:.0f} s"
+            f"{figures['completed']} completed, {ended - began:.0f} s"
         )
         if lost := figures["incomplete"] + figures["failed"]:
             raise RunError(f"{lost} requests did not end ({figures['reasons']})")
         answers = [[start + t for t in r.times] for r in records if len(r.times) == r.output_tokens]
-        return figures, answers
+        return Run(figures, answers, before, began, ended)
 
     def _prose(self) -> Prose:
         return Prose(next(self._text_seeds))

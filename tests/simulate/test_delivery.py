@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from turnstile.server.trace import BEGAN
-from turnstile.simulate.delivery import LABEL, DeliveryError, Steps, fit_front, read_steps
+from turnstile.simulate.delivery import DeliveryError, fit_front
 from turnstile.simulate.setup import Front
+from turnstile.simulate.traced import LABEL, Steps, TraceError, read_steps
 
 FRONT = Front(per_request=3e-4, delivery=5e-4, per_row=3e-5)
 
@@ -33,7 +34,7 @@ def crowd(front: Front, late: float = 0.0) -> tuple[Steps, list[list[float]]]:
     answers = [
         told[first : first + length].tolist() for first, length in zip(firsts, lengths, strict=True)
     ]
-    return Steps(ends, draws), answers
+    return Steps(ends, np.full(count, 0.004), draws), answers
 
 
 @pytest.mark.parametrize("late", [0.0, 0.05])
@@ -56,25 +57,22 @@ def test_steps_are_read_from_a_trace_on_the_clock_it_names(tmp_path: Path) -> No
     assert LABEL == BEGAN
     path = tmp_path / "trace.json"
     label = {"ph": "M", "pid": 1, "name": "process_labels", "args": {"labels": f"{BEGAN}50.250000"}}
+    # The second begins when the first is over and planned, the third when somebody comes again.
+    told = [(16_000, 4_000, 2), (10_000, 5_000, 1), (90_000, 3_000, 1)]
     steps = [
-        {
-            "ph": "X",
-            "cat": "step",
-            "name": "decode",
-            "ts": ts,
-            "dur": 4000,
-            "args": {"draws": draws},
-        }
-        for ts, draws in ((10_000, 2), (5_000, 1))
+        {"ph": "X", "name": "decode", "ts": ts, "dur": dur, "args": {"draws": draws}}
+        for ts, dur, draws in told
     ]
     other = {"ph": "C", "name": "pages", "ts": 3, "args": {"held": 1}}
     path.write_text(json.dumps([label, other, *steps]))
     read = read_steps(path)
-    assert read.ends.tolist() == pytest.approx([50.259, 50.264])
-    assert read.draws.tolist() == [1, 2]
+    assert read.ends.tolist() == pytest.approx([50.265, 50.270, 50.343])
+    assert read.draws.tolist() == [1, 2, 1]
+    assert read.turns.tolist() == pytest.approx([0.005, 0.005, 0.003])
+    assert read.between(50.266, 50.3).draws.tolist() == [2]
     path.write_text(json.dumps(steps))
-    with pytest.raises(DeliveryError, match="began"):
+    with pytest.raises(TraceError, match="began"):
         read_steps(path)
     path.write_text("{")
-    with pytest.raises(DeliveryError, match="no trace"):
+    with pytest.raises(TraceError, match="no trace"):
         read_steps(path)

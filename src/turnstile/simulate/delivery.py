@@ -10,60 +10,21 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from turnstile.core.cost import least_squares
 from turnstile.simulate.setup import Front
+from turnstile.simulate.traced import Floats, Steps
 
-LABEL = "ts 0 is second "
-"""Begins the label of a trace that says when its times begin, on ``time.monotonic``'s clock."""
 _FURTHEST = 64
 """Steps by which a first token may come later than the end of its own: no client is so slow."""
 _ROUNDS, _CLOSE = 20, 1e-5
 """Of reweighting; and seconds below which an error is as good as none."""
 
-Floats = NDArray[np.float64]
-
 
 class DeliveryError(ValueError):
     """The delivery cannot be told from this; the message says why."""
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """Ends of the steps of a server, in seconds of the monotonic clock, and how many rows drew."""
-
-    ends: Floats
-    draws: NDArray[np.int64]
-
-
-def read_steps(path: Path) -> Steps:
-    """The steps that a trace has of a server.
-
-    Raises
-    ------
-    DeliveryError
-        It is no trace, or does not say when it began.
-    """
-    try:
-        told: list[dict[str, Any]] = msgspec.json.decode(
-            path.read_bytes(), type=list[dict[str, Any]]
-        )
-    except (OSError, msgspec.MsgspecError) as error:
-        raise DeliveryError(f"{path} is no trace: {error}") from None
-    labels = [str(e["args"]["labels"]) for e in told if e["name"] == "process_labels"]
-    began = next((float(text.removeprefix(LABEL)) for text in labels if LABEL in text), None)
-    if began is None:
-        raise DeliveryError(f"{path} does not say when it began.")
-    steps = [(e["ts"] + e["dur"], e["args"]["draws"]) for e in told if e.get("cat") == "step"]
-    steps.sort()
-    ends = began + np.asarray([end for end, _ in steps], dtype=np.float64) / 1e6
-    return Steps(ends, np.asarray([draws for _, draws in steps], dtype=np.int64))
 
 
 @dataclass(slots=True)

@@ -6,6 +6,7 @@ A roofline for hardware that is not here is in :mod:`turnstile.simulate.hardware
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -86,6 +87,23 @@ class LinearTiming:
 
     def seconds(self, work: StepWork, step: int) -> float:
         return self.coefficients.predict(work.cost)
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTiming:
+    """Steps take as long as they did in a real run, one after the other: to tell what is wrong
+    besides. What comes after the last of them takes as long as another timing says.
+    """
+
+    recorded: Sequence[float]
+    after: StepTiming
+
+    @property
+    def coefficients(self) -> Coefficients:
+        return self.after.coefficients
+
+    def seconds(self, work: StepWork, step: int) -> float:
+        return self.recorded[step] if step < len(self.recorded) else self.after.seconds(work, step)
 
 
 class KnownCost(CostModel):

@@ -3,16 +3,12 @@
 Several real runs of a load stand against as many simulated ones, median against median. A figure
 may be off by its tolerance, or by the spread of the real runs where that is larger; but never by
 more than :data:`CAP` tolerances: one run that went wrong does not make the others right.
-
-A machine whose pace moves between runs moves all their figures. :func:`find_pace` takes that out,
-to tell what is wrong besides: a diagnosis, as nobody knows the pace of a run beforehand.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
@@ -87,23 +83,3 @@ def pace_of(real: Figures, simulated: Figures) -> float:
     theirs: float = real["busy_s"] / real["steps"]
     ours: float = simulated["busy_s"] / simulated["steps"]
     return theirs / ours
-
-
-def find_pace(
-    simulate_at: Callable[[float], Figures], real: Figures, usual: float = 1.0
-) -> tuple[float, Figures]:
-    """The pace with which simulated steps take ``usual`` times as long as those of a real run, and
-    what is simulated with it.
-
-    Slower steps are larger ones where arrivals do not wait for answers: hence some tries, each
-    half of the way.
-    """
-    pace = 1.0
-    found = simulate_at(pace)
-    for _ in range(8):
-        off = pace_of(real, found) / usual
-        if abs(off - 1.0) < 0.01:
-            break
-        pace *= math.sqrt(off)
-        found = simulate_at(pace)
-    return pace, found
