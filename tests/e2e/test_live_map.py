@@ -147,5 +147,10 @@ def test_a_browser_shows_it_and_complains_of_nothing(server: ServerProcess) -> N
         sizes = f"0 held, {pages['cached']} cached, {pages['free']} free"
         browser.until(f"{shown('pool-sizes')}.endsWith('{sizes}')")
         browser.until(f"{shown('happened')}.includes('left')")
+        browser.ask(
+            "document.getElementById('pages').dispatchEvent("
+            "new KeyboardEvent('keydown', {key: 'ArrowRight'}))"
+        )
+        browser.until(f"/^Page 0: (cached, number \\d+ of|free)/.test({shown('announced')})")
         assert browser.complaints == []
     server.check()

@@ -17,12 +17,13 @@ from server.served import PATIENCE, Raw, Serve, Served, listening, until
 from turnstile.core import events
 from turnstile.core.events import encode
 from turnstile.engine.client import EngineState
-from turnstile.engine.protocol import Occupant, Picture, Snapshot, StepResult
+from turnstile.engine.protocol import Loading, Occupant, Picture, Snapshot, StepResult
 from turnstile.server import watchers
 from turnstile.server.live_map import LiveMap
 from turnstile.server.live_state import in_words, quantile
 from turnstile.server.live_steps import StepTape
 from turnstile.server.live_view import Viewer
+from turnstile.server.service import Phase
 
 EVERYBODY = Viewer(None)
 FREE, CACHED, HELD, PUBLISHED, SHARED = range(5)
@@ -129,6 +130,45 @@ def test_the_engine_draws_only_while_somebody_looks(serve: Serve) -> None:
             async with watch(port) as again:
                 await again.next()
             assert served.engine.watched == [watchers.INTERVAL, None, watchers.INTERVAL]
+
+    asyncio.run(test())
+
+
+def test_a_difference_on_its_way_to_who_has_left_is_none_for_who_comes(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port, watch(port) as watching:
+            await watching.next()
+            served.engine.show(news({2: HELD}, {5: (1, 2)}))
+            served.engine.show(whole(states=[FREE, CACHED]))
+            assert (await watching.drawn())["pages"] == "01"
+
+    asyncio.run(test())
+
+
+def test_a_map_that_cannot_be_kept_disturbs_nobody(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port, watch(port) as watching:
+            await watching.next()
+            served.engine.show(whole(states=[FREE, HELD]))
+            await watching.drawn()
+            served.engine.show(news({7: HELD}))  # there is no such page
+            assert (await watching.next("whole"))["pages"] == ""
+            assert served.engine.watched == [watchers.INTERVAL, None]
+            assert (await served.complete(max_tokens=2)).status_code == 200
+
+    asyncio.run(test())
+    assert "cannot be kept" in caplog.text
+
+
+def test_only_the_head_of_the_stream_is_sent_where_that_is_asked_for(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served, listening(served) as port:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                answer = await client.head("/live")
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            assert not len(served.service.watchers)
 
     asyncio.run(test())
 
@@ -369,6 +409,9 @@ def test_it_says_in_words_how_it_is(serve: Serve) -> None:
             assert "2 preemptions" in words(served, 2, running=1)
             served.engine.alive = False
             assert "No step has ended" in words(served, running=1)
+            served.engine.loading = Loading(1, "weights", 0.4)
+            served.service.phase = Phase.LOADING
+            assert words(served) == "The model is being loaded: weights, 40%."
             served.engine.state = EngineState.DEAD
             assert "cannot be restarted" in words(served)
 

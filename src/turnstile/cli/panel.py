@@ -117,6 +117,7 @@ def _show_panel(service: Service, info: EngineInfo, url: str, seconds: float) ->
         f"admission {info.admission}",
         "context": f"{info.max_model_len:,} tokens",
         "API": f"{url}/v1",
+        "live map": f"{url}/" if service.config.enable_dashboard else "off",
         "docs": f"{url}/docs" if service.config.enable_docs else "off",
         "metrics": f"{url}/metrics",
     }

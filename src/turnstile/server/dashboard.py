@@ -12,7 +12,7 @@ from importlib import resources
 from turnstile.server.config import is_loopback
 from turnstile.server.cors import names_loopback
 from turnstile.server.errors import ApiError
-from turnstile.server.exchange import Exchange
+from turnstile.server.exchange import EVENT_STREAM, Exchange
 from turnstile.server.info import refuse_foreign_page
 from turnstile.server.live_view import Viewer
 from turnstile.server.routes import Entry
@@ -58,6 +58,9 @@ def _read(name: str) -> bytes:
 async def live(service: Service, exchange: Exchange) -> None:
     """Stream pages, slots, steps and the waiting line as they change; own ones, admins see all."""
     _refuse_strange_page(service, exchange)
+    if exchange.method == "HEAD":
+        await exchange.respond(b"", content_type=EVENT_STREAM)
+        return
     watchers = service.watchers
     viewer = Viewer(None if exchange.tenant.admin else exchange.tenant.name)
     watchers.enter(viewer)

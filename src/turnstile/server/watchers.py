@@ -9,6 +9,7 @@ is then.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -28,12 +29,16 @@ INTERVAL = 0.2
 """Least seconds between two pictures."""
 BEAT = 1.0
 """Seconds between two looks at everything that is no page."""
+SHARE = 0.01
+"""Of the event loop's time that may go into those looks: a long line takes milliseconds."""
 MOST_WATCHERS = 16
 MOST_TENANTS_WATCHERS = 8
 """Of those, how many may be no administrators, and half of these of one tenant: whoever has to find
 out what is wrong finds a place.
 """
 MOST_KNOWN = 1024
+
+logger = logging.getLogger("turnstile.server")
 
 
 class Watchers:
@@ -56,12 +61,16 @@ class Watchers:
         self._map = LiveMap()
         self._epoch = 0
         self._lost = False
+        self._drawn = False
+        """The map has had a whole picture to begin with."""
         self._picture: Picture | None = None
         """What the newest version changed; None where it changed all."""
         self._known: dict[str, tuple[str, str]] = {}
         """Those asked for lately, by engine request id."""
         self._encoded: dict[tuple[Viewer, str], bytes] = {}
         self._news = asyncio.Event()
+        self._spent = 0.0
+        """Seconds since the last beat that went into what is no page."""
         self._unsubscribe: Callable[[], None] | None = None
         self._beating: asyncio.Task[None] | None = None
         self._tape = StepTape(self._who)
@@ -121,6 +130,7 @@ class Watchers:
         if self._beating is not None:
             self._beating.cancel()
         self._unsubscribe = self._beating = self._picture = None
+        self._drawn = False
         self._map.clear()
         self._known.clear()
         self._encoded.clear()
@@ -152,8 +162,11 @@ class Watchers:
     def _told(self, viewer: Viewer, what: str) -> dict[str, object]:
         service = self._service
         if what == "server":
-            lately = self._tape.preemptions_since(service.clock() - LATELY)
-            return server_state(service, viewer, self._minute, lately)
+            began = service.clock()
+            lately = self._tape.preemptions_since(began - LATELY)
+            told = server_state(service, viewer, self._minute, lately)
+            self._spent += service.clock() - began
+            return told
         about = {"version": self.version, "epoch": self._epoch, "time": service.clock()}
         if what == "change" and self._picture is not None:
             told = viewer.change(self._map, self._picture, self._name_of)
@@ -163,15 +176,30 @@ class Watchers:
     # -- the engine ---------------------------------------------------------------------------
 
     def _on_step(self, result: StepResult) -> None:
+        try:
+            self._hear(result)
+        except Exception:
+            # A fault in what is only looked at must not reach those who are served: they hear of
+            # this step in the same turn.
+            logger.exception("The live map cannot be kept; it is empty until somebody looks anew")
+            self._service.engine.watch(None)
+            self._drawn = False
+            self._map.clear()
+            self._publish(None)
+
+    def _hear(self, result: StepResult) -> None:
         self._tape.version = self.version + 1
         if not result.members and not self._service.engine.healthy:
             self._lose(result.snapshot.pages_total)
         self._epoch = result.epoch
         self._tape.hear(result)
-        if result.picture is not None:
-            self._lost = False
-            self._map.take(result.picture)
-            self._publish(None if result.picture.whole else result.picture)
+        picture = result.picture
+        # One that is not whole may come before the first that is: it was on its way to those who
+        # have left when somebody else came.
+        if picture is not None and (picture.whole or self._drawn):
+            self._drawn, self._lost = True, False
+            self._map.take(picture)
+            self._publish(None if picture.whole else picture)
 
     def _lose(self, num_pages: int) -> None:
         """The engine is gone, and with it every page. The next one begins with a whole picture.
@@ -179,7 +207,7 @@ class Watchers:
         """
         if self._lost:
             return
-        self._lost = True
+        self._lost, self._drawn = True, False
         self._map.clear(num_pages)
         self._tape.engine_lost(self._service.clock())
         self._publish(None)
@@ -201,7 +229,8 @@ class Watchers:
 
     async def _beat(self) -> None:
         while True:
-            await asyncio.sleep(BEAT)
+            await asyncio.sleep(max(BEAT, self._spent / SHARE))
+            self._spent = 0.0
             self._minute.sample(self._service.clock())
             self.beat += 1
             self._drop("server")

@@ -12,7 +12,7 @@ const grouped = (number) => number.toLocaleString("en");
 const count = (number, one) => `${grouped(number)} ${one}${number === 1 ? "" : "s"}`;
 const KEPT_KEY = "turnstile-key";
 
-const pool = new PoolMap(at("pages"), (page) => (at("readout").textContent = pool.describe(page) || chosenText()), choose);
+const pool = new PoolMap(at("pages"), showPage, choose);
 const steps = new StepChart(at("steps"));
 const server = { now: null, taken: 0, offset: 0 }; // what was told last
 let places = []; // who sits in which slot: a sequence keeps its place as long as it is there
@@ -116,8 +116,8 @@ document.addEventListener("visibilitychange", () => {
 // -- words and figures ----------------------------------------------------------------------------
 
 function say(state, words) {
-  at("state").dataset.state = at("state").textContent = state;
-  if (at("words").textContent !== words) at("words").textContent = words;
+  if (at("state").textContent !== state) at("state").dataset.state = at("state").textContent = state;
+  at("words").textContent = words;
 }
 
 function stateOf({ phase, engine, counts, words }) {
@@ -200,10 +200,16 @@ function showTenants({ tenants, more_tenants: more, others_running: running, oth
 
 // -- pages and slots ------------------------------------------------------------------------------
 
+// By the keyboard it is said aloud too. What changes by itself is not: it would never end.
+function showPage(page, aloud) {
+  at("readout").textContent = pool.describe(page) || chosenText();
+  if (aloud) at("announced").textContent = at("readout").textContent;
+}
+
 function choose(name) {
   pool.chosen = name !== null && name !== pool.chosen && pool.slots.has(name) ? name : null;
   pool.dirty = true;
-  at("readout").textContent = chosenText();
+  at("readout").textContent = at("announced").textContent = chosenText();
   showSlots();
 }
 

@@ -171,11 +171,11 @@ export class PoolMap {
     return [(place % columns) * cell + cell / 2, Math.floor(place / columns) * cell + cell / 2];
   }
 
-  point(page, onPoint) {
+  point(page, onPoint, aloud = false) {
     if (page === this.pointed) return;
     this.pointed = page;
     this.dirty = true;
-    onPoint(page);
+    onPoint(page, aloud);
   }
 
   key(event, onPoint, onChoose) {
@@ -183,7 +183,7 @@ export class PoolMap {
     const steps = { ArrowLeft: -each, ArrowRight: each, ArrowUp: -columns * each, ArrowDown: columns * each };
     if (event.key in steps) {
       const page = (this.pointed ?? -steps.ArrowRight) + steps[event.key];
-      if (page >= 0 && page < this.states.length) this.point(page, onPoint);
+      if (page >= 0 && page < this.states.length) this.point(page, onPoint, true);
     } else if (event.key === "Enter" || event.key === " ") onChoose(this.holders(this.pointed)[0] ?? null);
     else if (event.key === "Escape") onChoose(null);
     else return;
