@@ -326,6 +326,10 @@ def test_the_ids_of_chats_are_remembered_for_whom_pages_are_shared_with(serve: S
                 found.append(0 if sections is None else sections.hits)
                 prompts.append(served.engine.streams[-1].generation.prompt)
             assert len(set(map(tuple, prompts))) == len(prompts), "each had its own question"
+            scraped = (await served.client.get("/metrics", headers={"x-api-key": "boss"})).text
+            assert f"turnstile_kept_texts_found_total {found[-1]:.1f}\n" in scraped
+            kept = 0 if sections is None else sections.num_tokens
+            assert f"turnstile_kept_text_tokens {kept:.1f}\n" in scraped
             return found
 
     async def test() -> None:

@@ -19,9 +19,11 @@ from turnstile.server.choices import Job
 from turnstile.server.ended import EndedRequests
 from turnstile.server.gate import Gate
 from turnstile.server.histogram import ITL_BOUNDS, TTFT_BOUNDS, Histogram
+from turnstile.server.model import ServedModel
 from turnstile.server.threads import Threads
 from turnstile.server.trails import RequestLog, RequestTrail
 from turnstile.server.usage import Record
+from turnstile.text.sections import SectionCache
 
 OUTCOMES = ("stop", "length", "timeout", "abort", "error", "refused")
 ENGINE_COUNTERS = (
@@ -67,6 +69,7 @@ class Metrics:
         self.model_name = ""
         self.info: EngineInfo | None = None
         self.gate: Gate | None = None
+        self.sections: SectionCache | None = None
         self.threads: Mapping[str, Threads] = {}
         """Where requests are read, by the kind of work."""
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
@@ -87,9 +90,10 @@ class Metrics:
         self.engine_starts = 0
         engine.subscribe(self.on_step)
 
-    def ready(self, model_name: str, info: EngineInfo, gate: Gate) -> None:
+    def ready(self, model: ServedModel, info: EngineInfo, gate: Gate) -> None:
         """The model is known: label the series with its name."""
-        self.model_name, self.info, self.gate = model_name, info, gate
+        self.model_name, self.sections = model.name, model.sections
+        self.info, self.gate = info, gate
 
     # -- the engine ---------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ from turnstile.server.gate import REASONS, Gate
 from turnstile.server.histogram import Histogram
 from turnstile.server.metrics import OUTCOMES, Metrics
 from turnstile.server.trails import Part
+from turnstile.text.sections import SectionCache
 
 Labelled = Mapping[str, float]
 Kind = Literal["gauge", "counter", "histogram"]
@@ -102,6 +103,10 @@ def _cost(field: str) -> Callable[[Metrics], Labelled]:
         return dict(zip(_COSTS, values, strict=True))
 
     return read
+
+
+def _sections(read: Callable[[SectionCache], float]) -> Callable[[Metrics], float]:
+    return lambda metrics: 0.0 if metrics.sections is None else read(metrics.sections)
 
 
 def _rejections(metrics: Metrics) -> Labelled:
@@ -233,6 +238,12 @@ GROUPS: dict[str, tuple[Series, ...]] = {
                read=_total("prefix_queries"), vllm="prefix_cache_queries"),
         Series(kind="counter", name="prefix_hit_tokens", help="Tokens found in the prefix cache.",
                read=_total("prefix_hits"), vllm="prefix_cache_hits"),
+        Series(kind="gauge", name="kept_text_tokens",
+               help="Tokens of long messages in chats that are kept in the API process.",
+               read=_sections(lambda sections: sections.num_tokens)),
+        Series(kind="counter", name="kept_texts_found",
+               help="Long messages that were among those kept, and not tokenized again.",
+               read=_sections(lambda sections: sections.hits)),
     ),
     "The engine": (
         Series(kind="gauge", name="engine_state", help="1 for the state the engine is in.",

@@ -108,7 +108,7 @@ class Service:
         assert info is not None
         self.model = model
         self.gate = make_gate(self.config, info)
-        self.metrics.ready(model.name, info, self.gate)
+        self.metrics.ready(model, info, self.gate)
         if self.phase is Phase.LOADING:
             self.phase = Phase.READY
 
