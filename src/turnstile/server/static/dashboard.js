@@ -249,7 +249,7 @@ function showLegend(each) {
     return make("li", {}, box, text);
   };
   const held = pool.by === "state" ? [swatch("held", "held"), swatch("writing", "held, being written")] : [make("li", { textContent: `held: the colour of the ${pool.by}` })];
-  const entries = [...held, swatch("shared", "shared by several"), swatch("cached", "cached: the paler, the sooner given away"), swatch("free", "free")];
+  const entries = [...held, swatch("shared", "shared by several"), swatch("cached", "cached: the fainter, the sooner given away"), swatch("free", "free")];
   if (each > 1) entries.push(make("li", { textContent: `a cell is ${each} pages` }));
   at("legend").replaceChildren(...entries);
 }
@@ -336,6 +336,8 @@ function showSoon() {
 }
 
 function frame(now) {
+  pool.draw(now);
+  steps.draw();
   if (told) {
     told = false;
     showPool();
@@ -344,8 +346,6 @@ function frame(now) {
     const last = steps.steps.at(-1);
     at("steps-last").textContent = last ? `no. ${last.step}: ${milliseconds(last.seconds)}, ${count(last.sequences, "sequence")}` : "none since you look";
   }
-  pool.draw(now);
-  steps.draw();
   requestAnimationFrame(frame);
 }
 

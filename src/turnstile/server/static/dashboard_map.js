@@ -194,7 +194,7 @@ export class PoolMap {
 
   // Draws, if anything is new or still fades.
   draw(now) {
-    if (!this.dirty && !(now - this.lastChange < FLASH)) return;
+    if (!this.canvas.clientWidth || (!this.dirty && !(now - this.lastChange < FLASH))) return;
     if (this.states.length > MANY && now - this.drawn < PAUSE) return;
     this.dirty = false;
     this.drawn = now;
@@ -312,7 +312,7 @@ export class StepChart {
 
   // Above: tokens of each step by kind, with a mark where somebody was preempted. Below: its seconds.
   draw() {
-    if (!this.dirty) return;
+    if (!this.canvas.clientWidth || !this.dirty) return;
     this.dirty = false;
     const { context, width, height } = prepare(this.canvas);
     if (!this.steps.length) return;
