@@ -161,9 +161,9 @@ def test_what_is_long_anywhere_in_the_body_is_rendered_in_a_thread(
     threads = []
     encode = ChatEncoder.encode
 
-    def noted(self: ChatEncoder, chat: ChatInput) -> ChatPrompt:
+    def noted(self: ChatEncoder, chat: ChatInput, *ways: Any) -> ChatPrompt:
         threads.append(threading.current_thread())
-        return encode(self, chat)
+        return encode(self, chat, *ways)
 
     async def scenario() -> None:
         async with serve() as served:
