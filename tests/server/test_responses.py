@@ -161,6 +161,8 @@ def test_a_shape_or_a_call_may_be_demanded(serve: Serve) -> None:
     [
         ({"input": None}, "input"),
         ({"input": [{"role": "pilot", "content": "x"}]}, "input.0.role"),
+        ({"input": [{"role": "pilot", "content": "x"}], "instructions": "x"}, "input.0.role"),
+        ({"input": [{"type": "reasoning"}, {"role": "user", "content": 5}]}, "input.1.content"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0"),
         ({"max_output_tokens": 0}, "max_output_tokens"),

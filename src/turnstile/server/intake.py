@@ -6,6 +6,7 @@ what costs least to refuse first: size, syntax, the name, parameters, the gate, 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from abc import ABC, abstractmethod
@@ -58,6 +59,10 @@ class Endpoint(ABC, Generic[R]):
     def parse(self, body: bytes) -> R:
         """Read the body. Raises :class:`ApiError` 400."""
         return decode(body, self.schema)
+
+    def naming(self, request: R) -> contextlib.AbstractContextManager[None]:
+        """Around what may raise :class:`ApiError`: where the client has other names for fields."""
+        return contextlib.nullcontext()
 
     def make_frames(
         self,
@@ -119,11 +124,20 @@ async def answer(endpoint: Endpoint[R], service: Service, exchange: Exchange) ->
 
 
 async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) -> Answer:
-    """Check and tokenize. What the body held ends here: the prompts that are kept fit a context."""
-    model, gate = service.require_model()
-    config, tenant = service.config, exchange.tenant
+    """Read a body. What it held ends here: the prompts that are kept fit a context."""
+    service.require_model()
     body = await exchange.json_body(service.bodies)
     request = endpoint.parse(body)
+    with endpoint.naming(request):
+        return await _take_in(endpoint, request, len(body), service, exchange)
+
+
+async def _take_in(
+    endpoint: Endpoint[R], request: R, size: int, service: Service, exchange: Exchange
+) -> Answer:
+    """Check a request that came in ``size`` bytes, and tokenize it."""
+    model, gate = service.require_model()
+    config, tenant = service.config, exchange.tenant
     model.check_name(request.model)
     params = make_params(request, model, config)
     priority = priority_of(request, tenant)
@@ -141,7 +155,7 @@ async def _prepare(endpoint: Endpoint[R], service: Service, exchange: Exchange) 
             await check(constraint, service.checks, tenant)
             params.grammar = constraint.grammar
         reader = service.reader(model, tenant)
-        prompts = await endpoint.read(request, reader, len(body), params, config)
+        prompts = await endpoint.read(request, reader, size, params, config)
     order = Order(
         prompts=prompts,
         prompt_field=endpoint.prompt_field,

@@ -8,60 +8,43 @@ who goes on with a conversation sends all of it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from turnstile.server.chat import Chats
-from turnstile.server.errors import bad_request, from_exception, unsupported
+from turnstile.server.errors import bad_request, unsupported
 from turnstile.server.exchange import Exchange
-from turnstile.server.frames import Frames, Head, Wishes
+from turnstile.server.frames import Frames
 from turnstile.server.intake import answer
 from turnstile.server.json_body import decode
 from turnstile.server.response_frames import ResponseFrames
 from turnstile.server.schemas import ChatRequest, Message, ResponsesRequest
 from turnstile.server.service import Service
 from turnstile.server.tools import ToolUse
-from turnstile.server.usage import Record
-from turnstile.text.tokenizer import Tokenizer
+from turnstile.server.translate import Parts, Translated, TranslatedChats
 
-_FIELDS = {
-    "messages": "input",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "response_format": "text.format",
-}
-"""What fields of a chat are called here."""
 _SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "parallel_tool_calls", "priority", "timeout", "cache_salt", "user", "chat_template_kwargs",
 )  # fmt: skip
 
 
-class _Asked(ChatRequest, kw_only=True):
-    """The chat that a request becomes, and the request."""
-
-    asked: ResponsesRequest
-
-
-class Responses(Chats):
+class Responses(TranslatedChats):
     """A conversation, and what is said next."""
 
     id_prefix = "resp"
+    names: ClassVar[dict[str, str]] = {
+        "messages": "input",
+        "max_completion_tokens": "max_output_tokens",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text.format",
+    }
 
     def parse(self, body: bytes) -> ChatRequest:
         """Read the body, and make a chat of it."""
         return as_chat(decode(body, ResponsesRequest))
 
-    def make_frames(
-        self,
-        request: ChatRequest,
-        parts: tuple[Head, Wishes, Tokenizer, Record],
-        use: ToolUse | None,
-        *,
-        thinks: bool,
-    ) -> Frames:
-        """One that speaks in events with names."""
-        assert isinstance(request, _Asked)
-        return ResponseFrames(*parts, use, thinks=thinks, asked=request.asked)
+    def write(self, asked: Any, parts: Parts, use: ToolUse | None, *, thinks: bool) -> Frames:
+        """In events with names."""
+        return ResponseFrames(*parts, use, thinks=thinks, asked=asked)
 
 
 _RESPONSES = Responses()
@@ -69,25 +52,19 @@ _RESPONSES = Responses()
 
 async def responses(service: Service, exchange: Exchange) -> None:
     """Answer a conversation, in the form of OpenAI's Responses."""
-    try:
-        await answer(_RESPONSES, service, exchange)
-    except Exception as error:
-        known = from_exception(error)
-        if known is None:
-            raise
-        field, dot, rest = (known.param or "").partition(".")
-        known.param = _FIELDS.get(field, field) + dot + rest or None
-        raise known from None
+    await answer(_RESPONSES, service, exchange)
 
 
 def as_chat(request: ResponsesRequest) -> ChatRequest:
     """The chat that a request means. Raises :class:`ApiError` 400 for what cannot be one here."""
     _refuse_unsupported(request)
     same = {name: getattr(request, name) for name in _SAME}
-    return _Asked(
+    messages, places = _messages(request)
+    return Translated(
         **same,
         asked=request,
-        messages=_messages(request),
+        messages=messages,
+        places=places,
         max_completion_tokens=request.max_output_tokens,
         response_format=_format(request.text),
         tools=None if request.tools is None else [_tool(t, i) for i, t in enumerate(request.tools)],
@@ -112,15 +89,20 @@ def _refuse_unsupported(request: ResponsesRequest) -> None:
 # -- the conversation ------------------------------------------------------------------------------
 
 
-def _messages(request: ResponsesRequest) -> list[Message]:
+def _messages(request: ResponsesRequest) -> tuple[list[Message], list[str]]:
+    """The messages, and where each comes from."""
     messages: list[Message] = []
+    places: list[str] = []
     if request.instructions:
         messages.append({"role": "system", "content": request.instructions})
-    if isinstance(request.input, str):
-        return [*messages, {"role": "user", "content": request.input}]
-    for place, item in enumerate(request.input):
+        places.append("instructions")
+    items = request.input
+    if isinstance(items, str):
+        return [*messages, {"role": "user", "content": items}], [*places, "input"]
+    for place, item in enumerate(items):
         _add(messages, item, f"input.{place}")
-    return messages
+        places += [f"input.{place}"] * (len(messages) - len(places))
+    return messages, places
 
 
 def _add(messages: list[Message], item: Mapping[str, Any], where: str) -> None:
