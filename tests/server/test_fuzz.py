@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from budget import examples
 from server.served import Serve
-from turnstile.server.schemas import ChatRequest, CompletionRequest, ResponsesRequest
+from turnstile.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    MessagesRequest,
+    ResponsesRequest,
+)
 
 scalars = (
     st.none()
@@ -72,6 +77,24 @@ items = st.text(max_size=8) | st.lists(
     max_size=3,
 )
 
+block_kinds = st.sampled_from(["text", "tool_use", "tool_result", "thinking"])
+blocks = st.fixed_dictionaries(
+    {"type": block_kinds | values},
+    optional=dict.fromkeys(
+        ("text", "name", "input", "id", "content", "tool_use_id"), words | values
+    ),
+)
+turns = st.lists(
+    st.fixed_dictionaries(
+        {
+            "role": st.sampled_from(["user", "assistant"]) | values,
+            "content": st.text(max_size=10) | st.lists(blocks | values, max_size=3) | values,
+        }
+    )
+    | values,
+    max_size=3,
+)
+
 
 def bodies(kind: Any, first: str, contents: Any) -> Any:
     fields = {
@@ -93,6 +116,7 @@ def bodies(kind: Any, first: str, contents: Any) -> Any:
         ("/v1/completions", bodies(CompletionRequest, "prompt", prompts)),
         ("/v1/chat/completions", bodies(ChatRequest, "messages", messages)),
         ("/v1/responses", bodies(ResponsesRequest, "input", items)),
+        ("/v1/messages", bodies(MessagesRequest, "messages", turns)),
     ],
 )
 def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> None:
@@ -105,6 +129,8 @@ def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> 
             if answer.headers["content-type"].startswith("text/event-stream"):
                 if path == "/v1/responses":
                     assert '"error":null' in answer.text.rpartition("event: ")[2]
+                elif path == "/v1/messages":
+                    assert answer.text.rpartition("event: ")[2].startswith("message_stop")
                 else:
                     assert answer.text.endswith("data: [DONE]\n\n")
                     assert '"error"' not in answer.text
@@ -124,6 +150,8 @@ def test_any_json_is_answered_or_refused(serve: Serve, path: str, body: Any) -> 
         names = sorted(made)
         drawn = data.draw(st.lists(st.sampled_from(names), max_size=3))
         kept = {*drawn, "prompt", "messages", "input"}
+        if "max_tokens" in made and path == "/v1/messages":
+            kept.add("max_tokens")
         chosen = {name: made[name] for name in names if name in kept}
         asyncio.run(ask(json.dumps(chosen).encode()))
 

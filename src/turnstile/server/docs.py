@@ -17,7 +17,9 @@ from turnstile.server.routes import OPEN_PATHS, PAGE_PATHS, ROUTES, Entry
 from turnstile.server.schemas import (
     ChatRequest,
     CompletionRequest,
+    CountRequest,
     DetokenizeRequest,
+    MessagesRequest,
     ResponsesRequest,
     TokenizeRequest,
 )
@@ -28,6 +30,8 @@ _BODIES: dict[str, type[msgspec.Struct]] = {
     "/v1/chat/completions": ChatRequest,
     "/v1/chat/completions/render": ChatRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

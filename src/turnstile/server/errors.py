@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -59,6 +59,8 @@ class ApiError(Exception):
         Seconds after which the same request may work; None where nobody knows or it never will.
     extra
         More keys for the error object.
+    form
+        What writes the body, where it is not to be OpenAI's.
     """
 
     def __init__(
@@ -83,10 +85,13 @@ class ApiError(Exception):
         self.retry_after = retry_after
         self.should_retry = should_retry
         self.extra = extra or {}
+        self.form: Callable[[ApiError], bytes] | None = None
         self._headers = headers
 
     def body(self) -> bytes:
         """The JSON error object, one line."""
+        if self.form is not None:
+            return self.form(self)
         error = {
             "message": self.message,
             "type": self.kind,

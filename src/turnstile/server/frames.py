@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnstile.server.choices import Choice, Job
+from turnstile.server.errors import ApiError
 from turnstile.server.prompt_logprobs import prompt_logprobs_of
 from turnstile.server.sse import DONE, encode, error_frames, frame, split_around
 from turnstile.server.usage import Record, metrics_of, timings_of, usage_of
@@ -172,9 +173,9 @@ class Frames(ABC):
         """What ends a stream."""
         return self.usage_frame() + DONE
 
-    def failure(self, body: bytes) -> bytes:
-        """What ends a stream that fails; ``body`` is the error's."""
-        return error_frames(body)
+    def failure(self, error: ApiError) -> bytes:
+        """What ends a stream that fails."""
+        return error_frames(error.body())
 
     def usage_frame(self) -> bytes:
         """The chunk with the usage, where the client wants it."""

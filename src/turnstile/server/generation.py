@@ -243,7 +243,7 @@ class Answer:
         try:
             last = await self._follow_all() + self._frames.ending()
         except Exception as error:
-            last = self._frames.failure(self._error(error).body())
+            last = self._frames.failure(self._error(error))
         finally:
             self._service.stream_ended(exchange)
         await exchange.end_stream(last)

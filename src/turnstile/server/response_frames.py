@@ -11,9 +11,8 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import msgspec
-
 from turnstile.server.choices import Choice
+from turnstile.server.errors import ApiError
 from turnstile.server.frames import Head, Wishes
 from turnstile.server.parsed import ParsedFrames
 from turnstile.server.schemas import ResponsesRequest
@@ -85,14 +84,13 @@ class ResponseFrames(ParsedFrames):
         response = self._response(self._status(choice), choice)
         return self._told([{"type": f"response.{response['status']}", "response": response}])
 
-    def failure(self, body: bytes) -> bytes:
+    def failure(self, error: ApiError) -> bytes:
         """An error, and a response that has failed of it."""
-        error = msgspec.json.decode(body)["error"]
-        told = {"code": error["code"] or error["type"], "message": error["message"]}
+        told = {"code": error.code or error.kind, "message": error.message}
         response = {**self._response("failed", None), "error": told}
         return self._told(
             [
-                {"type": "error", **told, "param": error["param"]},
+                {"type": "error", **told, "param": error.param},
                 {"type": "response.failed", "response": response},
             ]
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from turnstile.server import chat, completions, info, requests, responses, tokenize
+from turnstile.server import anthropic, chat, completions, info, requests, responses, tokenize
 from turnstile.server.exchange import Exchange
 from turnstile.server.service import Service
 
@@ -16,13 +16,17 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 """Paths that need no key: probes carry none, and they tell nothing."""
 PAGE_PATHS = frozenset({"/", "/dashboard", "/dashboard.css", "/dashboard.js", "/dashboard_map.js"})
 """Nor do those of a page that holds no data: a browser has no key before it has the page."""
-INFERENCE_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses"})
+INFERENCE_PATHS = frozenset(
+    {"/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages"}
+)
 
 ROUTES: tuple[Entry, ...] = (
     ("POST", "/v1/completions", completions.completions),
     ("POST", "/v1/chat/completions", chat.chat_completions),
     ("POST", "/v1/chat/completions/render", chat.render),
     ("POST", "/v1/responses", responses.responses),
+    ("POST", "/v1/messages", anthropic.messages),
+    ("POST", "/v1/messages/count_tokens", anthropic.count_tokens),
     ("GET", "/v1/models", info.models),
     ("GET", "/v1/models/{name:path}", info.model_card),
     ("GET", "/v1/requests", requests.requests),

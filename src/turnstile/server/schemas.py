@@ -152,6 +152,36 @@ class ResponsesRequest(msgspec.Struct, kw_only=True):
     top_logprobs: int | None = None
 
 
+class CountRequest(msgspec.Struct, kw_only=True):
+    """Body of ``POST /v1/messages/count_tokens``."""
+
+    model: str | None = None
+    messages: list[Message]
+    """Turns of ``user`` and ``assistant``: text, ``tool_use`` and ``tool_result`` blocks."""
+    system: str | list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    """Functions that may be called, each ``{"name": …, "input_schema": …}``."""
+    tool_choice: dict[str, Any] | None = None
+    """``{"type": "auto" | "any" | "none"}``, or ``tool`` with a ``name``."""
+    thinking: dict[str, Any] | None = None
+    """``{"type": "enabled"}`` shows what the model thought."""
+
+
+class MessagesRequest(CountRequest, kw_only=True):
+    """Body of ``POST /v1/messages``."""
+
+    max_tokens: int
+    stream: bool | None = False
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop_sequences: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    seed: int | None = None
+    priority: int | None = None
+    timeout: float | None = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """Body of ``POST /tokenize``: a ``prompt``, or ``messages`` to render first."""
 

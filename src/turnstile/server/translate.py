@@ -77,4 +77,6 @@ class TranslatedChats(Chats):
         field, *rest = param.split(".")
         if field == "messages" and rest and rest[0].isdigit() and int(rest[0]) < len(places):
             return ".".join([places[int(rest[0])], *rest[1:]])
-        return ".".join([self.names.get(field, field), *rest])
+        # Tools are flat here: there is no function in them.
+        named = (p for p in rest if (field, p) != ("tools", "function"))
+        return ".".join([self.names.get(field, field), *(self.names.get(p, p) for p in named)])
