@@ -374,6 +374,26 @@ async def test_what_was_prepared_becomes_the_engine() -> None:
         await engine.stop(0)
 
 
+async def test_signals_to_the_whole_group_do_not_end_an_engine_that_is_still_importing() -> None:
+    engine = ProcessEngine(config())
+    engine.prepare()
+    prepared = worker(engine)
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(prepared.pid, number)
+        info = await engine.start()
+        assert info.pid == prepared.pid
+        # Neither blocked nor waiting any more, and those who start another process pass on nothing.
+        status = dict(
+            line.split(":\t", 1)
+            for line in Path(f"/proc/{info.pid}/status").read_text().splitlines()
+        )
+        assert int(status["SigBlk"], 16) == int(status["ShdPnd"], 16) == 0
+        assert not signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        await engine.stop(0)
+
+
 def test_what_was_prepared_ends_where_it_is_abandoned() -> None:
     engine = ProcessEngine(config())
     engine.prepare()

@@ -20,7 +20,14 @@ import msgspec
 import turnstile
 from turnstile.engine.config import EngineConfig
 from turnstile.engine.logs import current_format
-from turnstile.engine.protocol import PRELOAD, Command, Commands, Control, encode_commands
+from turnstile.engine.protocol import (
+    PRELOAD,
+    SUPERVISORS_SIGNALS,
+    Command,
+    Commands,
+    Control,
+    encode_commands,
+)
 from turnstile.engine.wire import Unframer, frame
 
 _WORKER = "turnstile.engine.worker"
@@ -69,6 +76,7 @@ def spawn(config: EngineConfig) -> Spawned:
     """
     preload = [] if config.model.startswith("fake:") else [PRELOAD]
     ours, theirs = socket.socketpair()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SUPERVISORS_SIGNALS)  # the worker inherits it
     try:
         with theirs:
             process = subprocess.Popen(
@@ -83,6 +91,8 @@ def spawn(config: EngineConfig) -> Spawned:
     except BaseException:
         ours.close()
         raise
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class EngineProcess(asyncio.Protocol):

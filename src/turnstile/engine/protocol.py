@@ -20,6 +20,7 @@ can be part of a cycle, and looking at it costs a collection as much as making i
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import msgspec
@@ -28,6 +29,12 @@ from turnstile.engine.params import SamplingParams
 
 PRELOAD = "--preload"
 """Tells a new engine process to import what it computes with before it reads its setup."""
+
+SUPERVISORS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Stopping is the supervisor's to decide: a Ctrl-C in the terminal, or a SIGTERM to the whole
+group, reaches the engine's process too, and streams must be able to drain. It is born with them
+blocked, or they would end it while it imports.
+"""
 
 # -- API process to engine --------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from turnstile.engine.logs import ENGINE, Format, configure
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.protocol import (
     PRELOAD,
+    SUPERVISORS_SIGNALS,
     Control,
     EngineMessage,
     Failed,
@@ -58,11 +59,9 @@ class WorkerSetup(msgspec.Struct, kw_only=True):
 
 def main() -> int:
     """Load the model, then step until told to stop; returns the exit code."""
-    # Stopping is the supervisor's to decide: a Ctrl-C in the terminal, or a SIGTERM to the whole
-    # group, reaches this process too, and streams must be able to drain.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in SUPERVISORS_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SUPERVISORS_SIGNALS)  # who came early is ignored too
     if PRELOAD in sys.argv:
         importlib.import_module("turnstile.engine.runner")
         preload()
