@@ -397,6 +397,25 @@ def words(served: Served, preemptions: int = 0, **snapshot: Any) -> str:
     return in_words(served.service, preemptions)
 
 
+def test_who_comes_between_two_pictures_hears_of_no_step_twice(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve(delay=0.001) as served, listening(served) as port, watch(port) as first:
+            await first.next()
+            served.engine.show(whole(states=[FREE]))
+            await first.drawn()
+            assert (await served.complete(max_tokens=5)).status_code == 200
+            # The steps are noted, and told with the picture that is to come.
+            async with watch(port) as late:
+                told = [await late.drawn()]
+                served.engine.show(news({0: CACHED}))
+                told.append(await late.next("change"))
+            heard = [step["step"] for message in told for step in message["steps"]]
+            assert len(heard) == 5
+            assert len(set(heard)) == 5
+
+    asyncio.run(test())
+
+
 def test_it_says_in_words_how_it_is(serve: Serve) -> None:
     async def test() -> None:
         async with serve(max_num_seqs=4) as served:
@@ -430,7 +449,7 @@ def test_the_tape_says_what_each_step_did() -> None:
     tape.version = 1
     result = StepResult(1, 7, [], [], Snapshot(draft_tokens=13), [encode(e) for e in happened])
     tape.hear(result)
-    told = tape.told(EVERYBODY, 0)
+    told = tape.told(EVERYBODY, range(1, 2))
     assert told["steps"] == [
         {"step": 7, "seconds": 0.25, "prefill": 12, "decode": 5, "drafts": 3, "sequences": 5,
          "entered": 1, "left": 0, "preempted": 1}
@@ -440,8 +459,12 @@ def test_the_tape_says_what_each_step_did() -> None:
         ("preempted", "Y"),
         ("left", "X"),
     ]
-    assert tape.told(EVERYBODY, 1) == {"steps": [], "happened": []}
-    others = tape.told(Viewer("b"), 0)["happened"]
+    assert (
+        tape.told(EVERYBODY, range(1))
+        == tape.told(EVERYBODY, range(2, 9))
+        == {"steps": [], "happened": []}
+    )
+    others = tape.told(Viewer("b"), range(2))["happened"]
     assert others[0] == {"time": 1.0, "what": "entered"}  # type: ignore[index]
     assert (tape.preemptions_since(1.5), tape.preemptions_since(2.5)) == (1, 0)
 

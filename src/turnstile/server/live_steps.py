@@ -57,14 +57,14 @@ class StepTape:
         """Preemptions after ``moment``, as far back as is known."""
         return sum(at >= moment for at in self._preempted)
 
-    def told(self, viewer: Viewer, since: int) -> Told:
-        """What was noted in versions after ``since``."""
+    def told(self, viewer: Viewer, versions: range) -> Told:
+        """What was noted in these versions."""
         return {
-            "steps": [step for version, step in self._steps if version > since],
+            "steps": [step for version, step in self._steps if version in versions],
             "happened": [
                 happening if tenant is None or viewer.sees(tenant) else _anonymous(happening)
                 for version, tenant, happening in self._happenings
-                if version > since
+                if version in versions
             ],
         }
 

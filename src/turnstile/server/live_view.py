@@ -32,12 +32,10 @@ class Viewer:
 
     def whole(self, live: LiveMap, name_of: NameOf) -> Told:
         """All of a map."""
-        cached = list(live.cached)
-        shown = [(name, slot) for name, slot in live.slots.items() if self.sees(slot.who.tenant)]
         return {
             "type": "whole",
             "pages": self._digits(live, range(len(live.states))),
-            "cached": cached,
+            "cached": list(live.cached),
             "slots": [
                 {
                     **_occupant(slot.who, name_of),
@@ -45,7 +43,8 @@ class Viewer:
                     "total": slot.total,
                     "pages": slot.pages,
                 }
-                for _, slot in shown
+                for slot in live.slots.values()
+                if self.sees(slot.who.tenant)
             ],
             "taken": len(live.slots),
         }

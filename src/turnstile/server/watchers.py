@@ -170,8 +170,12 @@ class Watchers:
         about = {"version": self.version, "epoch": self._epoch, "time": service.clock()}
         if what == "change" and self._picture is not None:
             told = viewer.change(self._map, self._picture, self._name_of)
-            return told | about | self._tape.told(viewer, self.version - 1)
-        return viewer.whole(self._map, self._name_of) | about | self._tape.told(viewer, -1)
+            return told | about | self._tape.told(viewer, range(self.version, self.version + 1))
+        return (
+            viewer.whole(self._map, self._name_of)
+            | about
+            | self._tape.told(viewer, range(self.version + 1))
+        )
 
     # -- the engine ---------------------------------------------------------------------------
 
