@@ -403,6 +403,8 @@ def test_who_comes_between_two_pictures_hears_of_no_step_twice(serve: Serve) -> 
             await first.next()
             served.engine.show(whole(states=[FREE]))
             await first.drawn()
+            served.engine.show(news({0: HELD}))
+            await first.next("change")
             assert (await served.complete(max_tokens=5)).status_code == 200
             # The steps are noted, and told with the picture that is to come.
             async with watch(port) as late:
