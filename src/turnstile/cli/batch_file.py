@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import httpx
 
-URLS = ("/v1/chat/completions", "/v1/completions")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _RETRIED = (429, 503)
 _LEAST_WAIT, _MOST_WAIT = 0.05, 30.0
 """Seconds before what was refused is asked for again, whatever the refusal says."""
