@@ -115,11 +115,12 @@ struct Int8InTiles {
       if (block < 2 || block >= span.count + 2) return;
       const Sums& sums = sums_of(s, parity);
       const F scale = Cache::key_scale(span.blocks[block - 2]);
+      const int32_t* bias = s.bias + line;
       float* to = s.scores + (block - 2) * kTokens;
 #pragma GCC unroll 16  // so that `top` is registers
       for (int i = 0; i < (two ? kTileLines : kHalf); ++i) {
         if (i % 4 == 0 && i >= count) break;
-        F score = Cache::whole(load_i(sums[i][0]), load_i(sums[i][1])) * scale;
+        F score = Cache::whole(load_i(sums[i][0]), load_i(sums[i][1]) + splat_i(bias[i])) * scale;
         if (!whole) {
           const Edge edge = span.seen(s.lines[line + i]).edge(block - 2);
           if (!edge.whole()) score = between(score, splat(-__builtin_inff()), edge.low, edge.high);
@@ -139,11 +140,10 @@ struct Int8InTiles {
   INLINE void multiply_keys(const Scratch& s, const Span& span, int block, int line, int half) {
     const int d = s.head_dim;
     span.ahead.during(Work::kKeys);
-    const int32_t* bias = Cache::bias(s, line);
     const uint8_t* keys = Cache::keys(span.blocks[block]);
     tiles_see_memory();
-    load_tile<2 * parity>(bias, 64);
-    if constexpr (two) load_tile<2 * parity + 1>(bias + 32 * half, 64);
+    clear_tile<2 * parity>();
+    if constexpr (two) clear_tile<2 * parity + 1>();
     for (int dim = 0; dim < d; dim += 64) {
       if (d > 64) load_queries<two>(s, line, half, dim);
       load_tile<6>(keys + static_cast<size_t>(dim) * kTokens, 64);

@@ -11,7 +11,6 @@ struct Int8Cache {
   static constexpr int kWeightBytes = 2 * kSpan;  // of a line: high bytes, low bytes
   INLINE int block_bytes(int d) { return 2 * (4 + d) * kTokens; }
   INLINE size_t query_bytes(int d) { return 2 * static_cast<size_t>(d); }
-  INLINE int32_t* bias(const Scratch& s, int line) { return s.bias + line * 32; }  // of the high bytes, of the low ones
   INLINE F key_scale(const uint8_t* block) { return load(reinterpret_cast<const float*>(block)); }
   INLINE const uint8_t* keys(const uint8_t* block) { return block + 4 * kTokens; }
   INLINE F value_scale(const uint8_t* block, int d) {
@@ -19,7 +18,7 @@ struct Int8Cache {
   }
   INLINE const uint8_t* values_of(const uint8_t* block, int d) { return block + (8 + static_cast<size_t>(d)) * kTokens; }
 
-  // Keys are stored + 128, so that every sum begins at -128 * the sum of the query's bytes.
+  // Keys are stored + 128: what a query makes of that is taken off its scores.
   INLINE void prepare(const AttendTask& task, const Scratch& s, int lines, Ahead& ahead) {
     constexpr int kSoon = 8;  // lines; a prompt's rows are not in the caches near by any more
     const int d = task.head_dim;
@@ -36,23 +35,21 @@ struct Int8Cache {
       }
       const float largest = highest(highest_lane);
       const F inverse = splat(largest > 0 ? 32512.0f / largest : 0.0f);
-      I sum_high = splat_i(0), sum_low = splat_i(0);
+      I total = splat_i(0);
       for (int i = 0; i < d; i += 16) {
         const I q = round_i(load(x + i) * inverse);
         const I high = right<8>(q + splat_i(128));
         const I low = q - left<8>(high);
-        sum_high = sum_high + high;
-        sum_low = sum_low + low;
+        total = total + q;
         store_u8(bytes + i, high);
         store_u8(bytes + d + i, low);
       }
       s.factor[line] = (largest / 32512.0f + sum(probe)) * task.scale * kLog2E;
-      store_i(bias(s, line), splat_i(-128 * static_cast<int32_t>(sum(float_of(sum_high)))));  // exact: below 2^24
-      store_i(bias(s, line) + 16, splat_i(-128 * static_cast<int32_t>(sum(float_of(sum_low)))));
+      s.bias[line] = -128 * static_cast<int32_t>(sum(float_of(total)));  // exact: below 2^24
     }
   }
 
-  // Of two planes: below 2^31 (see kMostDimensions), and rounded once.
+  // Of two planes: below 2^31 with its bias (see kMostDimensions), and rounded once.
   INLINE F whole(I high, I low) { return float_of(times_256(high) + low); }
 
   // Two blocks at a time where the registers are enough: a sum takes as long as several multiplications.
@@ -67,10 +64,7 @@ struct Int8Cache {
     const auto* query = reinterpret_cast<const int32_t*>(s.queries + line * query_bytes(s.head_dim));
     I high[blocks][lines], low[blocks][lines];
     for (int b = 0; b < blocks; ++b) {
-      for (int i = 0; i < lines; ++i) {
-        high[b][i] = load_i(bias(s, line + i));
-        low[b][i] = load_i(bias(s, line + i) + 16);
-      }
+      for (int i = 0; i < lines; ++i) high[b][i] = low[b][i] = splat_i(0);
     }
     for (int quad = 0; quad < quads; ++quad) {
       I k[blocks];
@@ -85,7 +79,7 @@ struct Int8Cache {
     }
     for (int b = 0; b < blocks; ++b) {
       const F scale = key_scale(block[b]);
-      for (int i = 0; i < lines; ++i) out[b][i] = whole(high[b][i], low[b][i]) * scale;
+      for (int i = 0; i < lines; ++i) out[b][i] = whole(high[b][i], low[b][i] + splat_i(s.bias[line + i])) * scale;
     }
   }
 

@@ -61,7 +61,7 @@ struct Scratch {
   Line* lines;       // [kLines]
   // Of all lines:
   uint8_t* queries;  // [kLines][Cache::query_bytes]: as the products want them
-  int32_t* bias;     // [kLines][2][16]: int8 only, see there
+  int32_t* bias;     // [kLines]: int8 only, see there
   float* factor;     // [kLines + 16]: what a score is multiplied by at last
   float *maximum, *total;  // [kLines + 16]
   float* result;     // [kLines][head_dim]
@@ -83,7 +83,7 @@ struct Scratch {
     const auto floats = [&](size_t count) { return reinterpret_cast<float*>(take(4 * count)); };
     lines = reinterpret_cast<Line*>(take(kLines * sizeof(Line)));
     queries = take(4 * static_cast<size_t>(kLines) * d);
-    bias = reinterpret_cast<int32_t*>(floats(2 * kLines * 16));
+    bias = reinterpret_cast<int32_t*>(floats(kLines));
     factor = floats(kLines + 16);
     maximum = floats(kLines + 16);
     total = floats(kLines + 16);
