@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from turnstile.cli.batch_file import Batch, LineError, answered, read_line
@@ -160,6 +162,67 @@ def test_an_output_that_exists_is_not_written_over(
     assert "--resume" in capsys.readouterr().err
     assert target.read_text() == "mine"
     assert main(["run-batch", "-i", str(tmp_path / "none"), "-o", "-"]) == 2
+
+
+@pytest.fixture
+def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's requests are answered without an engine; one whose body is no JSON is a 400."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        try:
+            msgspec.json.decode(request.content)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            return httpx.Response(400, json={"error": {"code": "invalid_json"}})
+        return echo(request)
+
+    @contextlib.asynccontextmanager
+    async def client(*_: object) -> AsyncIterator[httpx.AsyncClient]:
+        transport = httpx.MockTransport(answer)
+        async with httpx.AsyncClient(transport=transport, base_url="http://batch") as client:
+            yield client
+
+    monkeypatch.setattr("turnstile.cli.run_batch._engine_here", client)
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_bytes_and_numbers_that_are_none_fail_their_lines_alone(tmp_path: Path) -> None:
+    source, target = tmp_path / "in", tmp_path / "out"
+    good = [line(f"good{i}").encode() for i in range(3)]
+    source.write_bytes(
+        b"\n".join(
+            [
+                b"\xef\xbb\xbf" + good[0],
+                b"\xff\xfe{}",
+                line("not a number", body={"temperature": float("nan")}).encode(),
+                line("half a pair", body={"prompt": "\ud800"}).encode(),
+                line("bytes", body={"prompt": "?"}).encode().replace(b"?", b"\xc3"),
+                line("half an id \ud800").encode(),
+                *good[1:],
+            ]
+        )
+    )
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--in-flight", "2"]) == 1
+    answers = [json.loads(text) for text in target.read_text("utf-8").splitlines()]
+    came = {a["custom_id"]: a["response"] and a["response"]["status_code"] for a in answers}
+    assert came == {
+        "good0": 200, "good1": 200, "good2": 200, "half an id \ud800": 200,
+        "not a number": 400, "half a pair": 400, "bytes": 400, None: None,
+    }  # fmt: skip
+    assert main(["run-batch", "-i", str(source), "-o", str(target), "--resume"]) == 1
+    again = [json.loads(text) for text in target.read_text("utf-8").splitlines()[len(answers) :]]
+    assert {a["custom_id"] for a in again} == {"not a number", "half a pair", "bytes", None}
+
+
+@pytest.mark.usefixtures("no_engine")
+def test_an_output_that_cannot_be_written_is_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "in"
+    source.write_text("\n".join(line(f"r{i}") for i in range(9)))
+    assert main(["run-batch", "-i", str(source), "-o", "/dev/full"]) == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said
+    assert "TaskGroup" not in said
 
 
 def run_in_process(source: Path, target: Path) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import httpx
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+_JSON = {"content-type": "application/json"}
 _RETRIED = (429, 503)
 _LEAST_WAIT, _MOST_WAIT = 0.05, 30.0
 """Seconds before what was refused is asked for again, whatever the refusal says."""
@@ -38,18 +39,21 @@ class Line:
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    body: bytes
+    """What is sent: as it stood in the line, be it nonsense, for the server to say so."""
 
 
 def read_line(text: str) -> Line:
     """Read a line. Raises :class:`LineError`, which names the field."""
     try:
         value = json.loads(text)
+        body = value.get("body") if isinstance(value, dict) else None
+        sent = json.dumps(body).encode()
     except (ValueError, RecursionError):
         raise LineError("the line is not valid JSON") from None
     if not isinstance(value, dict):
         raise LineError("the line must be an object")
-    custom_id, body = value.get("custom_id"), value.get("body")
+    custom_id = value.get("custom_id")
     if not isinstance(custom_id, str) or not custom_id:
         raise LineError("custom_id must be a string that is not empty")
     if value.get("method", "POST") != "POST":
@@ -60,7 +64,7 @@ def read_line(text: str) -> Line:
         raise LineError("body must be an object", custom_id)
     if body.get("stream"):
         raise LineError("body.stream must not be true in a batch", custom_id)
-    return Line(custom_id, value["url"], body)
+    return Line(custom_id, value["url"], sent)
 
 
 def answered(lines: Iterable[str]) -> frozenset[str]:
@@ -114,13 +118,15 @@ class Batch:
         return f"{text}, {self.left_out} answered before" if self.left_out else text
 
     async def run(self, client: httpx.AsyncClient) -> None:
-        """Work off all lines."""
+        """Work off all lines. Raises :class:`OSError` where the output cannot be written."""
         requests = self._requests()
         telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._in_flight):
                     group.create_task(self._work(requests, client))
+        except ExceptionGroup as several:
+            raise several.exceptions[0] from None  # one is enough to say: the others are like it
         finally:
             telling.cancel()
 
@@ -157,7 +163,7 @@ class Batch:
 
         while True:
             try:
-                answer = await client.post(line.url, json=line.body)
+                answer = await client.post(line.url, content=line.body, headers=_JSON)
             except httpx.HTTPError as error:
                 message = f"The connection broke: {error or type(error).__name__}."
                 self._write(line.custom_id, error={"code": "connection_error", "message": message})

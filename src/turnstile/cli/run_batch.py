@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated, TextIO
 
 from cyclopts import App, Parameter
 
@@ -19,6 +21,11 @@ if TYPE_CHECKING:
     import httpx
 
     from turnstile.cli.batch_file import Batch
+
+_INPUT_ERRORS = "surrogateescape"
+"""A byte that is no UTF-8 becomes half a surrogate pair: its line is refused, and no other."""
+_OUTPUT_ERRORS = "backslashreplace"
+"""Half a surrogate pair, out of somebody's id, is written as JSON's own escape for it."""
 
 logger = logging.getLogger("turnstile.batch")
 
@@ -98,26 +105,46 @@ def _files(
     from turnstile.cli.batch_file import answered
 
     with contextlib.ExitStack() as opened:
-        lines = sys.stdin if source == "-" else opened.enter_context(_open(Path(source), "r"))
+        lines = (
+            _as_utf8(sys.stdin, _INPUT_ERRORS)
+            if source == "-"
+            else opened.enter_context(_open(Path(source), "r", _INPUT_ERRORS))
+        )
         if target == "-":
-            yield lines, sys.stdout, frozenset()
+            yield lines, _as_utf8(sys.stdout, _OUTPUT_ERRORS), frozenset()
             return
         path = Path(target)
-        if path.exists() and not resume:
+        there = path.is_file()  # a pipe or a device is written to, and never read
+        if there and not resume:
             raise ConfigError(f"{path} exists: name another file, or go on with it by --resume.")
         done: frozenset[str] = frozenset()
-        if path.exists():
-            with _open(path, "r") as before:
+        if there:
+            with _open(path, "r", _INPUT_ERRORS) as before:
                 done = answered(before)
-        output = opened.enter_context(_open(path, "a"))
-        if output.tell() and not path.read_bytes().endswith(b"\n"):
+        output = opened.enter_context(_open(path, "a", _OUTPUT_ERRORS))
+        if there and not _ends_a_line(path):
             output.write("\n")  # it was cut off in the middle of a line
         yield lines, output, done
 
 
-def _open(path: Path, mode: str) -> IO[str]:
+def _ends_a_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return True
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _as_utf8(stream: TextIO, errors: str) -> TextIO:
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(encoding="utf-8", errors=errors)
+    return stream
+
+
+def _open(path: Path, mode: str, errors: str) -> IO[str]:
     try:
-        return path.open(mode, encoding="utf-8")
+        # Some editors begin a file with a mark of its encoding.
+        return path.open(mode, encoding="utf-8-sig" if mode == "r" else "utf-8", errors=errors)
     except OSError as error:
         raise ConfigError(f"Cannot open {path}: {error.strerror}.") from None
 
