@@ -198,7 +198,8 @@ class Rounds:
             for flags in dict.fromkeys(case.flags for case in planned):
                 port = self.port + len(servers)
                 servers[flags] = stack.enter_context(serving(self.model, port, flags, files))
-            for case in {case.flags: case for case in planned}.values():
+            # The server of W1 last: what it has learned of itself shall be of now.
+            for case in reversed({case.flags: case for case in planned}.values()):
                 asyncio.run(climb(servers[case.flags].url, case.key, self._prose()))
             served = servers[first.flags]
             runs[first.name] = self._run(first, served)

@@ -24,14 +24,19 @@ def stair(users: int, requests: int, prompt: Uniform, output: Uniform, prefix: i
     return Workload("stairs", "", requests, prompt, output, users=users, prefix=prefix)
 
 
+_BEHIND = stair(100, 150, Uniform(16, 64), Uniform(16, 32), prefix=512)
+_LONG = stair(16, 24, Uniform(256, 1024), Uniform(32, 64))
 STAIRS = (
+    _BEHIND,
+    _LONG,
     *(stair(users, 3 * users, Uniform(16, 96), Uniform(16, 64)) for users in (2, 8, 16, 32)),
-    stair(16, 24, Uniform(256, 1024), Uniform(32, 64)),
-    stair(32, 96, Uniform(16, 64), Uniform(16, 32), prefix=512),
+    _BEHIND,
+    _LONG,
 )
 """What a new server gets first, always the same lengths. They warm it up, and they show the
-engine's fit what W1 has little of: small steps, long prompts, few rows with long contexts, and what
-it has nothing of: pages that many share.
+engine's fit what W1 has little of (small steps, long prompts, few rows with long contexts) and what
+it has nothing of: pages that many share. That twice and apart, as the machine's pace in the seconds
+of a stair counts as what its steps cost.
 """
 
 
