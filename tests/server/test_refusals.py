@@ -219,6 +219,26 @@ def test_broken_json_and_nesting_bombs_are_a_400(serve: Serve, path: str, body: 
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b'{"prompt": "\\ud83d"}', "half of a surrogate pair"),
+        (b'{"prompt": "\\ud83d", "user": "somebody with a long name"}', "surrogate pair"),
+        (b'{"prompt": "\\ud83d\\ude00"', "truncated"),
+    ],
+)
+def test_what_is_wrong_with_json_is_said(serve: Serve, body: bytes, says: str) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            error = await refused(served, "/v1/completions", body)
+            assert error["code"] == "invalid_json"
+            assert says in error["message"]
+
+    asyncio.run(test())
+
+
 def test_a_giant_wrong_value_is_not_echoed(serve: Serve) -> None:
     async def test() -> None:
         async with serve() as served:

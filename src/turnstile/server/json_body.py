@@ -34,6 +34,7 @@ MAX_VALUES = 1 << 20
 """Most arrays and objects, keys, and values in a body. Building millions holds up everybody: it
 cannot be done in a thread, because the decoder keeps the interpreter's lock."""
 _OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
+_HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 # A string need not end: looking for the end again from each quote would be quadratic.
 _STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:,]', re.DOTALL)
 
@@ -51,14 +52,23 @@ def decode(body: bytes, kind: type[T]) -> T:
     except msgspec.ValidationError as error:
         raise _field_error(str(error)) from None
     except msgspec.DecodeError as error:
-        raise bad_request(
-            f"The body is not valid JSON ({str(error)[:100]}).", code="invalid_json"
-        ) from None
+        why = _what_is_wrong(body, str(error)[:100])
+        raise bad_request(f"The body is not valid JSON ({why}).", code="invalid_json") from None
     except RecursionError:
         raise bad_request("The body is nested too deeply.", code="invalid_json") from None
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown(body, kind)
     return request
+
+
+def _what_is_wrong(body: bytes, said: str) -> str:
+    """What the parser says of a body that is no JSON, but where that would mislead."""
+    if not body.strip():
+        return "it is empty"
+    # The parser waits for the other half, and calls a body that ends before it truncated.
+    if "truncated" in said and _HALF_A_PAIR.search(body[-64:]):
+        return "near its end is half of a surrogate pair, as of a text cut within a character"
+    return said
 
 
 def _check_counts(body: bytes) -> None:
