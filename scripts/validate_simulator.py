@@ -40,7 +40,7 @@ from turnstile.bench.plan import plan
 from turnstile.bench.records import Record, read
 from turnstile.simulate.calibrate import Calibration, CalibrationError, ask_server
 from turnstile.simulate.cases import SEED, STAIRS, Case, cases
-from turnstile.simulate.check import Measured, Round, right, simulate_all, table
+from turnstile.simulate.check import Measured, Round, at_pace, right, simulate_all, table
 from turnstile.simulate.delivery import DeliveryError, fit_front
 from turnstile.simulate.traced import TraceError, read_steps
 
@@ -219,7 +219,7 @@ class Rounds:
                 turns = steps[case.flags].between(run.began, run.ended).turns
                 run.figures.update(turns_s=turns.round(6).tolist(), busy_s=float(turns.sum()))
         return Round(
-            replace(known, front=front),
+            at_pace(replace(known, front=front), first, runs[first.name].figures),
             rate,
             {name: run.figures for name, run in runs.items()},
             {name: run.before for name, run in runs.items()},

@@ -15,6 +15,7 @@ from turnstile.simulate.check import (
     CheckError,
     Measured,
     Round,
+    at_pace,
     right,
     simulate_all,
     simulate_run,
@@ -45,8 +46,7 @@ def measured() -> Measured:
             | {"turns_s": [0.01] * 5000}
             for name, earlier in before.items()
         }
-        # The pace that the server tells is not that of W1: the stairs had another.
-        rounds.append(Round(known.scaled(1.3), rate, runs, before))
+        rounds.append(Round(known, rate, runs, before))
     return Measured("2026-11-30 12:00", 2, SIZE, rounds)
 
 
@@ -61,6 +61,14 @@ def test_each_round_is_simulated_with_what_its_own_w1_has_taught() -> None:
         means = [told["busy_s"] / told["steps"] for told in outcome.told]
         assert means == pytest.approx([0.01, 0.01])
     assert right(outcomes)
+
+
+def test_the_level_of_what_steps_cost_is_that_of_w1_whatever_pace_the_stairs_had() -> None:
+    first, *_ = cases(SIZE, 20.0)
+    real = simulate_run(first, KNOWN, [])
+    found = at_pace(KNOWN.scaled(1.3), first, real)
+    assert found.coefficients.alpha == pytest.approx(KNOWN.coefficients.alpha)
+    assert found.coefficients.gamma == pytest.approx(KNOWN.coefficients.gamma)
 
 
 def test_what_was_measured_survives_its_file(tmp_path: Path) -> None:

@@ -107,7 +107,6 @@ def simulate_all(measured: Measured, tell: Callable[[str], None]) -> list[Outcom
     for number, each in enumerate(measured.rounds, start=1):
         tell(f"simulating round {number} of {len(measured.rounds)}")
         planned = {case.name: case for case in cases(measured.requests, each.rate)}
-        known = at_pace(each.known, next(iter(planned.values())), each)
         for name, case in planned.items():
             if name not in each.runs:
                 continue
@@ -115,17 +114,16 @@ def simulate_all(measured: Measured, tell: Callable[[str], None]) -> list[Outcom
             outcome = outcomes.setdefault(name, Outcome(case))
             before = [planned[b] for b in each.before[name]]
             outcome.real.append(real)
-            outcome.simulated.append(simulate_run(case, known, before))
-            outcome.told.append(simulate_run(case, known, before, real["turns_s"]))
+            outcome.simulated.append(simulate_run(case, each.known, before))
+            outcome.told.append(simulate_run(case, each.known, before, real["turns_s"]))
     return list(outcomes.values())
 
 
-def at_pace(known: Calibration, first: Case, each: Round) -> Calibration:
+def at_pace(known: Calibration, first: Case, real: Figures) -> Calibration:
     """The machine with all its steps longer or shorter by one factor, so that those of W1 take as
     long in the mean as they did: the server's fit also has the pace of the stairs before it in it.
     """
-    simulated = simulate_run(first, known, [])
-    return known.scaled(pace_of(each.runs[first.name], simulated))
+    return known.scaled(pace_of(real, simulate_run(first, known, [])))
 
 
 def simulate_run(
