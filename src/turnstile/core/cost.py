@@ -32,7 +32,7 @@ from turnstile.core.plan import Plan
 
 Matrix = NDArray[np.float64]
 
-CACHED_READ = 0.39
+CACHED_READ = 0.22
 """What attending to K and V that another row of the step attends to as well costs of attending to a
 row's own. Attention of 100 rows with contexts of 560 took 0.45 as long where the first 512 tokens
 are in the same pages (int8 with AMX): 0.45 = 0.098 for what is read from memory + 0.902 · 0.39.
