@@ -16,13 +16,6 @@
 
 namespace turnstile::TURNSTILE_LEVEL {
 
-// Scores of a block, by line, into their places; the largest of each line so far into `top`.
-INLINE void keep_score(const Scratch& s, int place, int block, Edge edge, F score, F* top) {
-  if (!edge.whole()) score = between(score, splat(-__builtin_inff()), edge.low, edge.high);
-  top[place] = max(top[place], score);
-  store(s.scores + place * kSpan + block * kTokens, score);
-}
-
 // -- int8: the same bits as in vectors ---------------------------------------------------------------
 //
 // A line is two rows of a tile: the high bytes of its query or its weights, and the low ones. So 8 lines
@@ -205,6 +198,13 @@ struct Int8InTiles {
 };
 
 // -- bfloat16: every row goes this way, alone or not, because the order of a sum shows -----------------
+
+// Scores of a block, by line, into their places; the largest of each line so far into `top`.
+INLINE void keep_score(const Scratch& s, int place, int block, Edge edge, F score, F* top) {
+  if (!edge.whole()) score = between(score, splat(-__builtin_inff()), edge.low, edge.high);
+  top[place] = max(top[place], score);
+  store(s.scores + place * kSpan + block * kTokens, score);
+}
 
 struct Bfloat16InTiles {
   using Cache = Bfloat16Cache;

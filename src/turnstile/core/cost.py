@@ -34,8 +34,8 @@ Matrix = NDArray[np.float64]
 
 CACHED_READ = 0.22
 """What attending to K and V that another row of the step attends to as well costs of attending to a
-row's own. Attention of 100 rows with contexts of 560 took 0.45 as long where the first 512 tokens
-are in the same pages (int8 with AMX): 0.45 = 0.098 for what is read from memory + 0.902 · 0.39.
+row's own. Attention of 100 rows with contexts of 560 took 0.29 as long where the first 512 tokens
+are in the same pages (int8 with AMX): 0.29 = 0.098 for what is read from memory + 0.902 · 0.22.
 ``scripts/bench_kernels.py --cached-read`` measures it and prints the line. It is what a cost model
 believes until it has seen steps that share.
 """
