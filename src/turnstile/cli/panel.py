@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from turnstile import __version__
@@ -33,15 +34,19 @@ def on_terminal(config: ServerConfig) -> bool:
     return sys.stderr.isatty() and config.log_format in ("auto", "color")
 
 
-def pool_warning(info: EngineInfo) -> str | None:
-    """What to say where the pool cannot hold a request as long as the context; else None."""
-    if info.kv_tokens >= info.max_model_len:
-        return None
-    return (
-        f"The KV pool holds {info.kv_tokens:,} tokens, less than --max-model-len "
-        f"({info.max_model_len:,}): requests that need more are refused. Give it more memory "
-        "(--kv-cache-memory-bytes, --num-pages), or lower --max-model-len."
-    )
+def warnings_about(info: EngineInfo) -> Iterator[str]:
+    """What an operator should know of an engine before its users do."""
+    if info.kv_tokens < info.max_model_len:
+        yield (
+            f"The KV pool holds {info.kv_tokens:,} tokens, less than --max-model-len "
+            f"({info.max_model_len:,}): requests that need more are refused. Give it more memory "
+            "(--kv-cache-memory-bytes, --num-pages), or lower --max-model-len."
+        )
+    if info.admission == "unchecked":
+        yield (
+            "With --admission unchecked nobody is preempted, and requests fail when the KV pool is "
+            "full. It is there to show what admission is for."
+        )
 
 
 class LoadingBar:
@@ -81,8 +86,7 @@ def announce(service: Service, url: str, seconds: float) -> None:
     info = service.engine.info
     assert info is not None
     assert service.model is not None
-    warning = pool_warning(info)
-    if warning:
+    for warning in warnings_about(info):
         logger.warning("%s", warning)
     if on_terminal(service.config):
         _show_panel(service, info, url, seconds)

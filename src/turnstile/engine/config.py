@@ -62,7 +62,8 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts for requests that begin alike, and the ids of chats."""
     admission: Literal["expected", "guaranteed", "unchecked"] = "expected"
-    """When a sequence may start: by its expected length, only if it surely fits, or always."""
+    """When a sequence may start: by its expected length, only if it surely fits, or always, to see
+    requests fail of it."""
     scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"
     """Whose turn it is: tenants share by tokens, first come first served, or by priority alone."""
     speculative_config: str | None = None
