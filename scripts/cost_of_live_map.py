@@ -22,7 +22,7 @@ from turnstile.engine.executor import ChunkResult
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import StepResult, Submit, Watch, encode_message
-from turnstile.server.watchers import INTERVAL
+from turnstile.server.watch.watchers import INTERVAL
 
 TURNS, STEPS = 15, 20
 

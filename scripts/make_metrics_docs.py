@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "src"))
 
-from turnstile.server.series import GROUPS, Series  # noqa: E402
+from turnstile.server.watch.series import GROUPS, Series  # noqa: E402
 
 TARGET = ROOT / "docs/metrics.md"
 HEAD = """# Metrics
@@ -25,7 +25,7 @@ process. A [dashboard](../deploy/grafana/dashboard.json) and [alert
 rules](../deploy/prometheus/alerts.yml) come with Turnstile; [observability](observability.md)
 says what to do when one fires.
 
-This page is made by `scripts/make_metrics_docs.py` from `server/series.py`.
+This page is made by `scripts/make_metrics_docs.py` from `server/watch/series.py`.
 """
 
 

@@ -1,12 +1,12 @@
 """Expressions over Turnstile's metrics, in the language of Prometheus.
 
-Every metric is looked up in the table of `server/series.py`: one that is not there, or is of
+Every metric is looked up in the table of `server/watch/series.py`: one that is not there, or is of
 another kind, is an error here and not an empty panel or a silent alert later.
 """
 
 from __future__ import annotations
 
-from turnstile.server.series import SERIES
+from turnstile.server.watch.series import SERIES
 
 BY_NAME = {series.name: series for series in SERIES}
 HERE = '{instance=~"$instance"}'

@@ -30,9 +30,9 @@ from turnstile.engine.fake import FakeExecutor
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.params import SamplingParams
 from turnstile.engine.protocol import Snapshot, StepResult, Submit
-from turnstile.server.ended import MAX_TENANTS
-from turnstile.server.metrics import BUSY_WINDOW, Metrics
-from turnstile.server.series import SERIES, Series
+from turnstile.server.watch.ended import MAX_TENANTS
+from turnstile.server.watch.metrics import BUSY_WINDOW, Metrics
+from turnstile.server.watch.series import SERIES, Series
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
@@ -415,7 +415,7 @@ def test_waste_is_the_room_in_held_pages_that_nothing_was_written_to() -> None:
 
 
 def test_the_memory_of_the_engine_process_is_told() -> None:
-    from turnstile.server.series import _engine_memory
+    from turnstile.server.watch.series import _engine_memory
 
     counted = metrics()
     assert _engine_memory(counted) == 0

@@ -23,7 +23,7 @@ from turnstile.engine.protocol import (
     decode_message,
     encode_message,
 )
-from turnstile.server.live_map import LiveMap
+from turnstile.server.watch.live_map import LiveMap
 
 STEMS = ((1,) * 9, (2, 3) * 6, (4,) * 3)
 

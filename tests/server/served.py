@@ -19,7 +19,7 @@ from e2e.following import until as until
 from e2e.harness import PATIENCE as PATIENCE
 from server.fake_engine import FakeEngine
 from turnstile.server.app import App
-from turnstile.server.connection import Connection
+from turnstile.server.http.connection import Connection
 from turnstile.server.run import _Server
 from turnstile.server.service import Service
 from turnstile.text.tokenizer import Tokenizer

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from server.served import Serve, Served
+from turnstile.server.answer.schemas import CompletionRequest, DetokenizeRequest
 from turnstile.server.errors import ApiError
-from turnstile.server.json_body import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, decode
-from turnstile.server.schemas import CompletionRequest, DetokenizeRequest
+from turnstile.server.http.json_body import MAX_CONTAINERS, MAX_KEYS, MAX_VALUES, decode
 from turnstile.text.chat import ChatEncoder, ChatInput, ChatPrompt
 from turnstile.text.messages import MAX_ARGUMENTS_CHARS
 
@@ -40,7 +40,7 @@ def test_too_many_prompts_are_refused_before_any_is_tokenized(
     async def scenario() -> None:
         async with serve() as served:
             monkeypatch.setattr(type(served.tokenizer), "encode_batch", never)
-            monkeypatch.setattr("turnstile.server.prompts.check_ids", never)
+            monkeypatch.setattr("turnstile.server.answer.prompts.check_ids", never)
             error = await refused(served, "/v1/completions", {"prompt": prompt})
             assert error["param"] == "n"
             assert f"{len(prompt)} prompts" in error["message"]
@@ -68,7 +68,7 @@ def test_more_token_ids_than_there_are_is_refused(serve: Serve, field: str) -> N
 def test_millions_of_lists_are_refused_before_they_are_built(
     monkeypatch: pytest.MonkeyPatch, tail: str
 ) -> None:
-    monkeypatch.setattr("turnstile.server.json_body._decoder", never)
+    monkeypatch.setattr("turnstile.server.http.json_body._decoder", never)
     body = '{"prompt": "\\"[", "x": [' + tail + "0]}"
     with pytest.raises(ApiError, match=f"more than {MAX_CONTAINERS} arrays and objects") as caught:
         decode(body.encode(), CompletionRequest)
@@ -87,7 +87,7 @@ def test_millions_of_lists_are_refused_before_they_are_built(
 def test_millions_of_values_are_refused_before_they_are_built(
     monkeypatch: pytest.MonkeyPatch, field: str
 ) -> None:
-    monkeypatch.setattr("turnstile.server.json_body._decoder", never)
+    monkeypatch.setattr("turnstile.server.http.json_body._decoder", never)
     with pytest.raises(ApiError, match=f"{MAX_KEYS} keys or {MAX_VALUES} values") as caught:
         decode(b"{" + field.encode() + b"}", CompletionRequest)
     assert caught.value.status == 400
@@ -198,8 +198,8 @@ def test_more_ids_than_are_detokenized_are_refused(
 ) -> None:
     async def scenario() -> None:
         async with serve() as served:
-            monkeypatch.setattr("turnstile.server.tokenize._MOST_IDS", 3)
-            monkeypatch.setattr("turnstile.server.tokenize.check_ids", never)
+            monkeypatch.setattr("turnstile.server.api.tokenize._MOST_IDS", 3)
+            monkeypatch.setattr("turnstile.server.api.tokenize.check_ids", never)
             error = await refused(served, "/detokenize", {"tokens": [70] * 4})
             assert error["param"] == "tokens"
             assert "4 ids; at most 3" in error["message"]
@@ -216,7 +216,7 @@ def test_ids_that_cannot_fit_are_refused_unread_unless_they_are_cut(
             cut = {"prompt": long, "truncate_prompt_tokens": 5}
             assert "prompt.300: 320" in (await refused(served, "/v1/completions", cut))["message"]
             with monkeypatch.context() as patch:
-                patch.setattr("turnstile.server.prompts.check_ids", never)
+                patch.setattr("turnstile.server.answer.prompts.check_ids", never)
                 for prompt in (long, [[70] * 301]):
                     body = {"prompt": prompt, "max_tokens": 7}
                     error = await refused(served, "/v1/completions", body)

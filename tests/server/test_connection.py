@@ -11,7 +11,7 @@ import struct
 import pytest
 
 from server.served import PATIENCE, Serve, listening, until
-from turnstile.server import connection
+from turnstile.server.http import connection
 
 BODY = b'{"prompt": "hello", "max_tokens": 3, "stream": false}'
 STREAM = BODY.replace(b"false", b"true")

@@ -13,8 +13,8 @@ import pytest
 from server.fake_engine import FakeStream
 from server.served import PATIENCE, Raw, Serve, events, listening, until
 from turnstile.engine.protocol import Row
-from turnstile.server.direct import Direct
-from turnstile.server.turns import Turns
+from turnstile.server.http.direct import Direct
+from turnstile.server.http.turns import Turns
 
 
 def body(**fields: Any) -> dict[str, Any]:
@@ -223,7 +223,7 @@ def test_a_body_is_the_same_whether_it_comes_with_its_head_or_after(serve: Serve
 def test_a_refused_body_that_is_there_to_its_end_is_not_waited_for(
     serve: Serve, monkeypatch: pytest.MonkeyPatch, cut: int
 ) -> None:
-    monkeypatch.setattr("turnstile.server.exchange._DISCARD_SECONDS", 10 * PATIENCE)
+    monkeypatch.setattr("turnstile.server.http.exchange._DISCARD_SECONDS", 10 * PATIENCE)
 
     async def test() -> None:
         async with serve() as served, listening(served) as port:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from budget import examples
 from server.served import Serve
-from turnstile.server.schemas import (
+from turnstile.server.answer.schemas import (
     ChatRequest,
     CompletionRequest,
     MessagesRequest,

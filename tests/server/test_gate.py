@@ -85,8 +85,8 @@ def test_nobody_tokenizes_what_is_refused_anyway(
             def never(*_: Any, **__: Any) -> Any:
                 raise AssertionError("it was tokenized")
 
-            monkeypatch.setattr("turnstile.server.completions.completion_prompts", never)
-            monkeypatch.setattr("turnstile.server.chat.render_chat", never)
+            monkeypatch.setattr("turnstile.server.api.completions.completion_prompts", never)
+            monkeypatch.setattr("turnstile.server.api.chat.render_chat", never)
             for answer in (await served.complete(), await served.chat()):
                 assert answer.status_code == 503
                 assert answer.json()["error"]["code"] == "engine_overloaded"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from turnstile.server.series import SERIES
+from turnstile.server.watch.series import SERIES
 
 ROOT = Path(__file__).parents[2]
 BY_FAMILY = {series.family: series for series in SERIES}

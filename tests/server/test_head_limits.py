@@ -8,7 +8,7 @@ import re
 import pytest
 
 from server.served import PATIENCE, Serve, Served, listening, until
-from turnstile.server import head_limits
+from turnstile.server.http import head_limits
 
 GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"

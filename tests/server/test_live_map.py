@@ -18,12 +18,12 @@ from turnstile.core import events
 from turnstile.core.events import encode
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Loading, Occupant, Picture, Snapshot, StepResult
-from turnstile.server import watchers
-from turnstile.server.live_map import LiveMap
-from turnstile.server.live_state import in_words, quantile
-from turnstile.server.live_steps import StepTape
-from turnstile.server.live_view import Viewer
 from turnstile.server.service import Phase
+from turnstile.server.watch import watchers
+from turnstile.server.watch.live_map import LiveMap
+from turnstile.server.watch.live_state import in_words, quantile
+from turnstile.server.watch.live_steps import StepTape
+from turnstile.server.watch.live_view import Viewer
 
 EVERYBODY = Viewer(None)
 FREE, CACHED, HELD, PUBLISHED, SHARED = range(5)

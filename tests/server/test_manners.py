@@ -422,7 +422,7 @@ def test_a_deadline_that_passes_in_the_queue_is_a_504(serve: Serve) -> None:
 def test_a_deadline_is_kept_while_the_engine_is_silent(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnstile.server.generation.DEADLINE_GRACE", 0.05)
+    monkeypatch.setattr("turnstile.server.answer.generation.DEADLINE_GRACE", 0.05)
 
     async def test() -> None:
         async with serve("hello", delay=0.001) as served:

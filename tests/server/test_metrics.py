@@ -14,10 +14,10 @@ from server.served import Raw, Serve, Served, listening, until
 from turnstile.core.cost import Coefficients
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import Snapshot, StepResult
-from turnstile.server.exposition import Collector
-from turnstile.server.histogram import ITL_BOUNDS, Histogram, token_bounds
-from turnstile.server.metrics import Metrics
-from turnstile.server.stats import ThroughputLine
+from turnstile.server.watch.exposition import Collector
+from turnstile.server.watch.histogram import ITL_BOUNDS, Histogram, token_bounds
+from turnstile.server.watch.metrics import Metrics
+from turnstile.server.watch.stats import ThroughputLine
 from turnstile.simulate.calibrate import CalibrationError, calibrated, learn
 
 

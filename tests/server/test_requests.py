@@ -27,11 +27,11 @@ from turnstile.engine.protocol import (
     decode_message,
     encode_message,
 )
+from turnstile.server.answer.usage import Record
+from turnstile.server.api.requests import View, expected_order
 from turnstile.server.config import ServerConfig
-from turnstile.server.requests import View, expected_order
 from turnstile.server.service import Service
-from turnstile.server.trails import Part, RequestLog, RequestTrail, SampleTrail
-from turnstile.server.usage import Record
+from turnstile.server.watch.trails import Part, RequestLog, RequestTrail, SampleTrail
 
 LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
 

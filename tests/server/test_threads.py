@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from server.served import PATIENCE, Raw, Serve, Served, listening, until
-from turnstile.server import reader
-from turnstile.server.auth import key_name
+from turnstile.server.answer import reader
 from turnstile.server.errors import ApiError
+from turnstile.server.http.auth import key_name
 from turnstile.server.tenants import Tenant
 from turnstile.server.threads import Threads
 from turnstile.text.errors import UncheckedGrammarError

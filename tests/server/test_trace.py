@@ -18,8 +18,8 @@ from server.test_requests import step, trail
 from turnstile.core import events
 from turnstile.engine.protocol import Snapshot, StepResult
 from turnstile.server.config import ConfigError, ServerConfig
-from turnstile.server.trace import BEGAN, Trace
-from turnstile.server.trails import RequestLog
+from turnstile.server.watch.trace import BEGAN, Trace
+from turnstile.server.watch.trails import RequestLog
 
 WANTED: dict[str, set[str]] = {
     "M": {"name", "pid", "args"},
@@ -162,7 +162,7 @@ def test_the_file_is_whole_while_it_is_written(tmp_path: Path) -> None:
 def test_a_full_file_is_turned_over_and_the_disk_is_bounded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnstile.server.trace._GATHER", 0.01)
+    monkeypatch.setattr("turnstile.server.watch.trace._GATHER", 0.01)
     path, most = tmp_path / "trace.json", 2**16
     trace = Trace(str(path), most, began=0.0)
     last = 0
@@ -185,8 +185,8 @@ def test_a_full_file_is_turned_over_and_the_disk_is_bounded(
 def test_a_disk_that_stands_still_costs_a_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("turnstile.server.trace.MAX_PENDING", 50)
-    monkeypatch.setattr("turnstile.server.trace._GATHER", 60.0)
+    monkeypatch.setattr("turnstile.server.watch.trace.MAX_PENDING", 50)
+    monkeypatch.setattr("turnstile.server.watch.trace._GATHER", 60.0)
     trace = Trace(str(tmp_path / "trace.json"), 2**20, began=0.0)
     for number in range(200):
         stepped(trace, number)
@@ -203,7 +203,7 @@ def test_a_full_disk_ends_the_trace_and_nothing_else(
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("turnstile.server.trace.os.pwrite", full)
+    monkeypatch.setattr("turnstile.server.watch.trace.os.pwrite", full)
     stepped(trace, 1)
     end = time.monotonic() + PATIENCE
     while "The trace ends here" not in caplog.text:

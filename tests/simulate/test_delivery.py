@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from turnstile.server.trace import BEGAN
+from turnstile.server.watch.trace import BEGAN
 from turnstile.simulate.delivery import DeliveryError, fit_front
 from turnstile.simulate.setup import Front
 from turnstile.simulate.traced import LABEL, Steps, TraceError, read_steps

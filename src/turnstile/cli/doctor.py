@@ -174,8 +174,8 @@ def check_disk() -> Finding:
 
 def check_port(host: str, port: int) -> Finding:
     """Try to listen there."""
-    from turnstile.server.binding import BindError, bind
     from turnstile.server.config import ConfigError, ServerConfig
+    from turnstile.server.http.binding import BindError, bind
 
     # Who may call is settled by flags that this verb is not given.
     config = ServerConfig(host=host, port=port, allow_unauthenticated=True)

@@ -84,8 +84,8 @@ def start(engine_config: EngineConfig, config: ServerConfig) -> int:
 def _listening(config: ServerConfig) -> Iterator[socket.socket]:
     """The socket, bound; what is wrong with keys is known before. Logs are set up on the way."""
     from turnstile.engine.logs import configure
-    from turnstile.server.auth import KeyRing
-    from turnstile.server.binding import bind
+    from turnstile.server.http.auth import KeyRing
+    from turnstile.server.http.binding import bind
 
     KeyRing.of(config)  # a mistake in the tenants' file is known before a model is fetched
     configure(config.log_level, config.log_format)
@@ -118,7 +118,7 @@ def _make_service(
     engine: EngineClient, engine_config: EngineConfig, config: ServerConfig
 ) -> Service:
     from turnstile.server.service import Service
-    from turnstile.server.trace import Trace
+    from turnstile.server.watch.trace import Trace
 
     environment: dict[str, object] = {"engine_config": vars(engine_config)}
     trace = Trace(config.trace, config.trace_max_bytes) if config.trace else None
@@ -128,7 +128,7 @@ def _make_service(
 def _run(service: Service, source: ModelSource, listener: socket.socket, began: float) -> int:
     """Serve until told to stop; returns the exit code. ``began``: of the start, for the panel."""
     from turnstile.cli.panel import LoadingBar, announce
-    from turnstile.server.binding import url_of
+    from turnstile.server.http.binding import url_of
     from turnstile.server.run import run
     from turnstile.server.startup import load_model
 

@@ -15,16 +15,16 @@ from typing import Any
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route, Router
 
-from turnstile.server.access_log import log_access
+from turnstile.server.api.docs import DOCS_ROUTES
 from turnstile.server.config import is_loopback
-from turnstile.server.cors import names_loopback
-from turnstile.server.dashboard import DASHBOARD_ROUTES
-from turnstile.server.docs import DOCS_ROUTES
 from turnstile.server.errors import ApiError, from_exception, internal_error
-from turnstile.server.exchange import Exchange
+from turnstile.server.http.access_log import log_access
+from turnstile.server.http.cors import names_loopback
+from turnstile.server.http.exchange import Exchange
 from turnstile.server.routes import INFERENCE_PATHS, OPEN_PATHS, PAGE_PATHS, ROUTES, Handler
 from turnstile.server.service import Phase, Service
-from turnstile.server.watchers import Watchers
+from turnstile.server.watch.dashboard import DASHBOARD_ROUTES
+from turnstile.server.watch.watchers import Watchers
 
 logger = logging.getLogger("turnstile.server")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-from turnstile.server import anthropic, chat, completions, info, requests, responses, tokenize
-from turnstile.server.exchange import Exchange
+from turnstile.server.api import anthropic, chat, completions, info, requests, responses, tokenize
+from turnstile.server.http.exchange import Exchange
 from turnstile.server.service import Service
 
 Handler = Callable[[Service, Exchange], Awaitable[None]]

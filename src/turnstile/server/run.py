@@ -23,11 +23,11 @@ import uvicorn
 from turnstile.engine.client import EngineState, EngineUnavailableError
 from turnstile.engine.wording import counted
 from turnstile.server.app import App
-from turnstile.server.connection import Connection
+from turnstile.server.http.connection import Connection
 from turnstile.server.model import ServedModel
 from turnstile.server.notify import notify, watched
 from turnstile.server.service import Phase, Service
-from turnstile.server.stats import ThroughputLine
+from turnstile.server.watch.stats import ThroughputLine
 
 logger = logging.getLogger("turnstile.server")
 

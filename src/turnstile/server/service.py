@@ -13,27 +13,27 @@ from typing import TYPE_CHECKING
 from turnstile.core.events import Admitted, decode
 from turnstile.engine.client import EngineClient, EngineState
 from turnstile.engine.protocol import StepResult
-from turnstile.server.auth import KeyRing
-from turnstile.server.body import BodyLimits
-from turnstile.server.choices import Job
+from turnstile.server.answer.choices import Job
+from turnstile.server.answer.grammar import check_threads
+from turnstile.server.answer.passage import Outbox
+from turnstile.server.answer.reader import Reader, text_threads
+from turnstile.server.answer.usage import Record
 from turnstile.server.config import ConfigError, ServerConfig
-from turnstile.server.cors import Cors
 from turnstile.server.errors import ApiError, model_loading, shutting_down
-from turnstile.server.exchange import Exchange
 from turnstile.server.gate import Gate, make_gate, view_of
-from turnstile.server.grammar import check_threads
-from turnstile.server.metrics import Metrics
+from turnstile.server.http.auth import KeyRing
+from turnstile.server.http.body import BodyLimits
+from turnstile.server.http.cors import Cors
+from turnstile.server.http.exchange import Exchange
+from turnstile.server.http.sse import KEEP_ALIVE
 from turnstile.server.model import ServedModel
-from turnstile.server.passage import Outbox
-from turnstile.server.reader import Reader, text_threads
-from turnstile.server.sse import KEEP_ALIVE
 from turnstile.server.tenants import Tenant
-from turnstile.server.trace import Trace
-from turnstile.server.trails import RequestLog
-from turnstile.server.usage import Record
+from turnstile.server.watch.metrics import Metrics
+from turnstile.server.watch.trace import Trace
+from turnstile.server.watch.trails import RequestLog
 
 if TYPE_CHECKING:
-    from turnstile.server.watchers import Watchers
+    from turnstile.server.watch.watchers import Watchers
 
 logger = logging.getLogger("turnstile.server")
 

@@ -1,0 +1,1 @@
+"""The routes: each form of request, and what the server tells of itself."""
