@@ -323,7 +323,7 @@ def test_a_head_without_end_is_refused(serve: Serve, head: bytes) -> None:
 def test_a_head_that_does_not_come_is_cut_off(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from turnstile.server import head_limits
+    from turnstile.server.http import head_limits
 
     monkeypatch.setattr(head_limits, "HEAD_SECONDS", 0.3)
 
