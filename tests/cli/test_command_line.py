@@ -327,7 +327,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 
 def test_the_api_process_never_imports_torch() -> None:
-    everything = ["app", "run", "startup", "exposition", "docs", "binding", "access_log"]
+    everything = ["app", "run", "startup", "watch.exposition", "api.docs", "http.binding"]
     imports = "\n".join(f"import turnstile.server.{name}" for name in everything)
     modules = _modules_after(
         f"{imports}\nimport turnstile.cli.serve, turnstile.cli.panel, turnstile.engine.supervisor"

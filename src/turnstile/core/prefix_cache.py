@@ -198,11 +198,10 @@ class PrefixCache:
     def _contents(self, sequence: Sequence, first: int, last: int) -> list[bytes]:
         """The tokens of the full pages from ``first`` to before ``last``, of each as bytes.
 
-        All in one go: to turn those of one page into bytes costs as much as to hash them. And four
-        bytes a token: with its parent's key a page of 16 is then one block of BLAKE2b.
+        All in one go: to turn those of one page into bytes costs as much as to hash them.
         """
         size = self.pool.page_size
-        whole = array("i", sequence.tokens[first * size : last * size])
+        whole = array("q", sequence.tokens[first * size : last * size])
         step, data = size * whole.itemsize, whole.tobytes()
         return [data[at : at + step] for at in range(0, len(data), step)]
 
