@@ -9,7 +9,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import httpx
 import msgspec
 import pytest
 
+from e2e.harness import PATIENCE
 from turnstile.cli.batch_file import Batch, LineError, answered, read_line
 from turnstile.cli.main import main
 
@@ -34,7 +36,7 @@ def echo(request: httpx.Request) -> httpx.Response:
 
 
 def run(
-    lines: list[str],
+    lines: Iterable[str],
     handler: Handler = echo,
     done: frozenset[str] = frozenset(),
     in_flight: int = 4,
@@ -126,19 +128,39 @@ def test_a_broken_connection_fails_its_line_alone() -> None:
     assert (batch.answered, batch.failed) == (1, 1)
 
 
-def test_no_more_are_under_way_than_asked_for() -> None:
+def test_as_many_are_under_way_as_asked_for_and_no_more() -> None:
     now, most = 0, 0
+    full = asyncio.Event()
 
     async def handler(request: httpx.Request) -> httpx.Response:
         nonlocal now, most
         now += 1
         most = max(most, now)
+        if now == 3:
+            full.set()
+        await asyncio.wait_for(full.wait(), PATIENCE)
         await asyncio.sleep(0)
         now -= 1
         return httpx.Response(200, json={})
 
     run([line(f"{i}") for i in range(20)], handler, in_flight=3)  # type: ignore[arg-type]
     assert most == 3
+
+
+def test_who_keeps_the_input_waiting_holds_up_nobody_under_way() -> None:
+    answered_first = threading.Event()
+
+    def lines() -> Iterator[str]:
+        yield line("a")
+        assert answered_first.wait(PATIENCE), "the first waited for the second"
+        yield line("b")
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        answered_first.set()
+        return echo(request)
+
+    batch, _ = run(lines(), handler, in_flight=2)
+    assert (batch.answered, batch.failed) == (2, 0)
 
 
 def test_a_file_is_gone_on_with() -> None:

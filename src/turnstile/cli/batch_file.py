@@ -7,7 +7,7 @@ import contextlib
 import json
 import logging
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
@@ -83,7 +83,8 @@ def answered(lines: Iterable[str]) -> frozenset[str]:
 class Batch:
     """Answers the lines of a file, several at a time; each answer is written when it is there.
 
-    The input is read as it is worked off, so that it may be larger than memory.
+    The input is read as it is worked off, so that it may be larger than memory; in a thread, as a
+    pipe may keep its reader waiting, and those under way must not wait with it.
 
     Parameters
     ----------
@@ -107,6 +108,7 @@ class Batch:
         self._output = output
         self._done = done
         self._seen: set[str] = set()
+        self._reading = asyncio.Lock()
         self._in_flight = in_flight
         self.answered = 0
         self.failed = 0
@@ -119,12 +121,11 @@ class Batch:
 
     async def run(self, client: httpx.AsyncClient) -> None:
         """Work off all lines. Raises :class:`OSError` where the output cannot be written."""
-        requests = self._requests()
         telling = asyncio.create_task(self._tell())
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(self._in_flight):
-                    group.create_task(self._work(requests, client))
+                    group.create_task(self._work(client))
         except ExceptionGroup as several:
             raise several.exceptions[0] from None  # one is enough to say: the others are like it
         finally:
@@ -135,28 +136,36 @@ class Batch:
             await asyncio.sleep(_TOLD_EVERY)
             logger.info("%s so far", self.summary())
 
-    async def _work(self, requests: Iterator[Line], client: httpx.AsyncClient) -> None:
-        for line in requests:  # shared by all who work: each takes the next
+    async def _work(self, client: httpx.AsyncClient) -> None:
+        while (line := await self._next()) is not None:
             await self._answer(line, client)
 
-    def _requests(self) -> Iterator[Line]:
-        """The lines that are requests; what is wrong with others is written down."""
-        for number, text in self._lines:
-            if not text.strip():
-                continue
-            try:
-                line = read_line(text)
-                if line.custom_id in self._seen:
-                    raise LineError("there was a line with this custom_id before", line.custom_id)
-            except LineError as error:
-                message = f"Line {number}: {error}."
-                self._write(error.custom_id, error={"code": "invalid_line", "message": message})
-                continue
-            self._seen.add(line.custom_id)
-            if line.custom_id in self._done:
-                self.left_out += 1
-            else:
-                yield line
+    async def _next(self) -> Line | None:
+        """The next request, None at the end. What is wrong with other lines is written down."""
+        async with self._reading:
+            while (numbered := await asyncio.to_thread(next, self._lines, None)) is not None:
+                line = self._taken(*numbered)
+                if line is not None:
+                    return line
+        return None
+
+    def _taken(self, number: int, text: str) -> Line | None:
+        """The request in a line; None where there is none to be answered."""
+        if not text.strip():
+            return None
+        try:
+            line = read_line(text)
+            if line.custom_id in self._seen:
+                raise LineError("there was a line with this custom_id before", line.custom_id)
+        except LineError as error:
+            message = f"Line {number}: {error}."
+            self._write(error.custom_id, error={"code": "invalid_line", "message": message})
+            return None
+        self._seen.add(line.custom_id)
+        if line.custom_id in self._done:
+            self.left_out += 1
+            return None
+        return line
 
     async def _answer(self, line: Line, client: httpx.AsyncClient) -> None:
         import httpx
