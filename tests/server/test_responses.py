@@ -14,6 +14,7 @@ from server.served import Serve, Served, listening
 from server.test_openai_client import client
 from server.test_reasoning import SAYS, THINKING
 from server.test_tools import CALL, ROOM, WEATHER
+from turnstile.server.api.responses import MOST_REPEATED
 
 FUNCTION = {"type": "function", **WEATHER["function"]}
 
@@ -174,6 +175,10 @@ def test_a_shape_or_a_call_may_be_demanded(serve: Serve) -> None:
         ({"tools": [FUNCTION], "tool_choice": {"type": "file_search"}}, "tool_choice"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format"),
         ({"text": {"format": 5}}, "text.format"),
+        ({"text": {"x": "y" * MOST_REPEATED}}, "text"),
+        ({"tools": [{**FUNCTION, "x": "y" * MOST_REPEATED}], "tool_choice": "none"}, "tools"),
+        ({"metadata": {"k": "v" * 513}}, "metadata"),
+        ({"metadata": {str(i): "v" for i in range(17)}}, "metadata"),
     ],
 )
 def test_what_is_wrong_is_named_as_it_was_sent(

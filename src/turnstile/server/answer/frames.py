@@ -49,10 +49,11 @@ class Wishes:
     reasoning: bool = True
 
 
-class Frames(ABC):
-    """Writes one answer.
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What an answer is written from.
 
-    Parameters
+    Attributes
     ----------
     head, wishes
         What stands in every chunk, and what the client asked to see.
@@ -62,14 +63,23 @@ class Frames(ABC):
         Whose jobs these are, and their times.
     """
 
+    head: Head
+    wishes: Wishes
+    tokenizer: Tokenizer
+    record: Record
+
+
+class Frames(ABC):
+    """Writes one answer."""
+
     chunk_object: str
     body_object: str
 
-    def __init__(self, head: Head, wishes: Wishes, tokenizer: Tokenizer, record: Record) -> None:
-        self._head = head
-        self._wishes = wishes
-        self._tokenizer = tokenizer
-        self._record = record
+    def __init__(self, outline: Outline) -> None:
+        self._head = outline.head
+        self._wishes = wishes = outline.wishes
+        self._tokenizer = outline.tokenizer
+        self._record = outline.record
         self._plain = not (wishes.logprobs or wishes.token_ids or wishes.continuous_usage)
         self._around: dict[int, tuple[bytes, bytes]] = {}
 

@@ -1,4 +1,4 @@
-"""From a request's bytes to an :class:`Answer` that can run: what both endpoints have in common.
+"""From a request's bytes to an :class:`Answer` that can run: what all endpoints have in common.
 
 An :class:`Endpoint` says what is its own; :func:`answer` does the rest, in an order that refuses
 what costs least to refuse first: size, syntax, the name, parameters, the gate, and only then text.
@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
 from turnstile.engine.params import SamplingParams
-from turnstile.server.answer.frames import Frames, Head, Wishes
+from turnstile.server.answer.frames import Frames, Head, Outline, Wishes
 from turnstile.server.answer.generation import Answer, Order, make_jobs
 from turnstile.server.answer.grammar import check, constraint_of
 from turnstile.server.answer.parameters import deadline_of, make_params, priority_of
@@ -31,7 +31,6 @@ from turnstile.server.http.json_body import decode
 from turnstile.server.model import ServedModel
 from turnstile.server.service import Service
 from turnstile.server.threads import ends_by
-from turnstile.text.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
 
@@ -65,17 +64,12 @@ class Endpoint(ABC, Generic[R]):
         return contextlib.nullcontext()
 
     def make_frames(
-        self,
-        request: R,
-        parts: tuple[Head, Wishes, Tokenizer, Record],
-        use: ToolUse | None,
-        *,
-        thinks: bool,
+        self, request: R, outline: Outline, use: ToolUse | None, *, thinks: bool
     ) -> Frames:
         """Who writes the answer: plainly, or taken apart, where there is more in it than text."""
         if use is None and not thinks:
-            return self.frames(*parts)
-        return ParsedFrames(*parts, use, thinks=thinks)
+            return self.frames(outline)
+        return ParsedFrames(outline, use, thinks=thinks)
 
     @abstractmethod
     async def read(
@@ -170,9 +164,9 @@ async def _take_in(
     )
     record = Record(exchange.started, jobs=make_jobs(order, service, model, exchange))
     head = make_head(endpoint.id_prefix, model, request)
-    parts = (head, wishes, model.tokenizer, record)
+    outline = Outline(head, wishes, model.tokenizer, record)
     thinks = constraint is None and endpoint.thinks(request, model, config)
-    frames = endpoint.make_frames(request, parts, use, thinks=thinks)
+    frames = endpoint.make_frames(request, outline, use, thinks=thinks)
     return Answer(service, exchange, record, frames, stream=bool(request.stream), keep=keep)
 
 

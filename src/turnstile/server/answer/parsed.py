@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from turnstile.server.answer.choices import Choice
-from turnstile.server.answer.frames import ChatFrames, Head, Wishes
+from turnstile.server.answer.frames import ChatFrames, Outline
 from turnstile.server.answer.tools import ToolUse
-from turnstile.server.answer.usage import Record
 from turnstile.server.http.sse import frame
 from turnstile.text.output import Delta
 from turnstile.text.reasoning import (
@@ -23,7 +22,6 @@ from turnstile.text.reasoning import (
     Reasoning,
     ReasoningReader,
 )
-from turnstile.text.tokenizer import Tokenizer
 from turnstile.text.tool_calls import Begin, Content
 
 _TAIL = 8
@@ -61,17 +59,8 @@ class ParsedFrames(ChatFrames):
         The model may think before it answers.
     """
 
-    def __init__(
-        self,
-        head: Head,
-        wishes: Wishes,
-        tokenizer: Tokenizer,
-        record: Record,
-        use: ToolUse | None,
-        *,
-        thinks: bool,
-    ) -> None:
-        super().__init__(head, wishes, tokenizer, record)
+    def __init__(self, outline: Outline, use: ToolUse | None, *, thinks: bool) -> None:
+        super().__init__(outline)
         self._plain = False  # all text goes through a reader
         self._use = use
         self._thinks = thinks

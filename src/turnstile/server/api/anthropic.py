@@ -8,18 +8,17 @@ Anthropic's clients read them.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from turnstile.server.answer.frames import Frames
+from turnstile.server.answer.frames import Frames, Outline
 from turnstile.server.answer.intake import answer
 from turnstile.server.answer.parameters import deadline_of
 from turnstile.server.answer.schemas import ChatRequest, CountRequest, Message, MessagesRequest
 from turnstile.server.answer.tools import ToolUse
 from turnstile.server.api.anthropic_frames import MessageFrames, error_body
 from turnstile.server.api.chat import render_chat
-from turnstile.server.api.translate import Parts, Translated, TranslatedChats
+from turnstile.server.api.translate import Translated, TranslatedChats
 from turnstile.server.errors import bad_request, from_exception, unsupported
 from turnstile.server.http.exchange import Exchange
 from turnstile.server.http.json_body import decode
@@ -44,9 +43,11 @@ class Messages(TranslatedChats):
         """Read the body, and make a chat of it."""
         return as_chat(decode(body, MessagesRequest))
 
-    def write(self, asked: Any, parts: Parts, use: ToolUse | None, *, thinks: bool) -> Frames:
-        """In blocks."""
-        return MessageFrames(*parts, use, thinks=thinks)
+    def make_frames(
+        self, request: ChatRequest, outline: Outline, use: ToolUse | None, *, thinks: bool
+    ) -> Frames:
+        """One that writes blocks."""
+        return MessageFrames(outline, use, thinks=thinks)
 
 
 _MESSAGES = Messages()
@@ -90,7 +91,6 @@ def as_chat(request: MessagesRequest | CountRequest) -> ChatRequest:
     """The chat that a request means. Raises :class:`ApiError` 400 for what cannot be one here."""
     choice = request.tool_choice or {}
     chat = Translated(
-        asked=request,
         model=request.model,
         tools=None if request.tools is None else [_tool(t, i) for i, t in enumerate(request.tools)],
         tool_choice=_choice(choice),
@@ -137,8 +137,7 @@ def _add_message(chat: Translated, message: Mapping[str, Any], where: str) -> No
         if kind == "text":
             texts.append(block)
         elif kind == "tool_use":
-            arguments = json.dumps(block.get("input") or {})
-            function = {"name": block.get("name"), "arguments": arguments}
+            function = {"name": block.get("name"), "arguments": block.get("input")}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
             text = _text(block.get("content") or "", f"{at}.content")

@@ -12,16 +12,14 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from turnstile.server.answer.choices import Choice
-from turnstile.server.answer.frames import Head, Wishes
+from turnstile.server.answer.frames import Outline
 from turnstile.server.answer.parsed import ParsedFrames
-from turnstile.server.answer.schemas import ResponsesRequest
 from turnstile.server.answer.tools import ToolUse
 from turnstile.server.answer.usage import Record, usage_of
 from turnstile.server.errors import ApiError
 from turnstile.server.http.sse import encode
 from turnstile.text.output import Delta
 from turnstile.text.reasoning import AnswerPiece, Reasoning
-from turnstile.text.tokenizer import Tokenizer
 from turnstile.text.tool_calls import Arguments, Begin
 
 Event = dict[str, Any]
@@ -33,23 +31,15 @@ class ResponseFrames(ParsedFrames):
 
     Parameters
     ----------
-    asked
-        The request, of which a response repeats some.
+    repeated
+        What a response repeats of its request.
     """
 
     def __init__(
-        self,
-        head: Head,
-        wishes: Wishes,
-        tokenizer: Tokenizer,
-        record: Record,
-        use: ToolUse | None,
-        *,
-        thinks: bool,
-        asked: ResponsesRequest,
+        self, outline: Outline, use: ToolUse | None, *, thinks: bool, repeated: dict[str, Any]
     ) -> None:
-        super().__init__(head, wishes, tokenizer, record, use, thinks=thinks)
-        self._asked = asked
+        super().__init__(outline, use, thinks=thinks)
+        self._repeated = repeated
         self._items = _Items(self._call_id)
         self._number = 0
 
@@ -117,7 +107,7 @@ class ResponseFrames(ParsedFrames):
         return "incomplete" if choice.finish in _UNFINISHED else "completed"
 
     def _response(self, status: str, choice: Choice | None) -> dict[str, Any]:
-        asked, head = self._asked, self._head
+        head = self._head
         why = None if status != "incomplete" or choice is None else _UNFINISHED[str(choice.finish)]
         return {
             "id": head.id,
@@ -129,18 +119,10 @@ class ResponseFrames(ParsedFrames):
             "model": head.model,
             "output": self._items.done,
             "usage": None if choice is None else _usage(self._record),
-            "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens,
-            "metadata": asked.metadata or {},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
-            "temperature": asked.temperature,
-            "text": asked.text or {"format": {"type": "text"}},
-            "tool_choice": asked.tool_choice or "auto",
-            "tools": asked.tools or [],
-            "top_p": asked.top_p,
             "truncation": "disabled",
+            **self._repeated,
         }
 
 

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from turnstile.server.answer.frames import Frames
+from turnstile.server.answer.frames import Frames, Outline
 from turnstile.server.answer.intake import answer
 from turnstile.server.answer.schemas import ChatRequest, Message, ResponsesRequest
 from turnstile.server.answer.tools import ToolUse
 from turnstile.server.api.response_frames import ResponseFrames
-from turnstile.server.api.translate import Parts, Translated, TranslatedChats
+from turnstile.server.api.translate import Translated, TranslatedChats
 from turnstile.server.errors import bad_request, unsupported
 from turnstile.server.http.exchange import Exchange
 from turnstile.server.http.json_body import decode
+from turnstile.server.http.sse import encode
 from turnstile.server.service import Service
 
+MOST_METADATA, MOST_KEY, MOST_VALUE = 16, 64, 512
+MOST_REPEATED = 1 << 18
+"""Bytes of a field that the answer repeats, and that need not be part of the prompt."""
 _SAME = (
     "model", "stream", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
     "parallel_tool_calls", "priority", "timeout", "cache_salt", "user", "chat_template_kwargs",
@@ -42,9 +46,12 @@ class Responses(TranslatedChats):
         """Read the body, and make a chat of it."""
         return as_chat(decode(body, ResponsesRequest))
 
-    def write(self, asked: Any, parts: Parts, use: ToolUse | None, *, thinks: bool) -> Frames:
-        """In events with names."""
-        return ResponseFrames(*parts, use, thinks=thinks, asked=asked)
+    def make_frames(
+        self, request: ChatRequest, outline: Outline, use: ToolUse | None, *, thinks: bool
+    ) -> Frames:
+        """One that writes items, in events with names."""
+        assert isinstance(request, Translated)
+        return ResponseFrames(outline, use, thinks=thinks, repeated=request.repeated)
 
 
 _RESPONSES = Responses()
@@ -62,7 +69,7 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
     messages, places = _messages(request)
     return Translated(
         **same,
-        asked=request,
+        repeated=_repeated(request),
         messages=messages,
         places=places,
         max_completion_tokens=request.max_output_tokens,
@@ -70,6 +77,35 @@ def as_chat(request: ResponsesRequest) -> ChatRequest:
         tools=None if request.tools is None else [_tool(t, i) for i, t in enumerate(request.tools)],
         tool_choice=_choice(request.tool_choice),
     )
+
+
+def _repeated(request: ResponsesRequest) -> dict[str, Any]:
+    """What a response repeats of its request. It is kept until the answer has ended, so it is
+    bounded; the instructions are, by the context. Raises :class:`ApiError` 400.
+    """
+    pairs = request.metadata or {}
+    if len(pairs) > MOST_METADATA or any(
+        len(key) > MOST_KEY or len(value) > MOST_VALUE for key, value in pairs.items()
+    ):
+        raise bad_request(
+            f"metadata may have {MOST_METADATA} pairs, of keys of {MOST_KEY} characters and values "
+            f"of {MOST_VALUE}.",
+            "metadata",
+        )
+    for name in ("tools", "text", "tool_choice"):
+        if (size := len(encode(getattr(request, name)))) > MOST_REPEATED:
+            raise bad_request(f"{name} is {size} bytes long; {MOST_REPEATED} may be.", name)
+    return {
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": pairs,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "temperature": request.temperature,
+        "text": request.text or {"format": {"type": "text"}},
+        "tool_choice": request.tool_choice or "auto",
+        "tools": request.tools or [],
+        "top_p": request.top_p,
+    }
 
 
 def _refuse_unsupported(request: ResponsesRequest) -> None:

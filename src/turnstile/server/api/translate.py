@@ -7,30 +7,28 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from turnstile.server.answer.frames import Frames, Head, Wishes
+import msgspec
+
+from turnstile.server.answer.frames import Frames, Outline
 from turnstile.server.answer.schemas import ChatRequest
 from turnstile.server.answer.tools import ToolUse
-from turnstile.server.answer.usage import Record
 from turnstile.server.api.chat import Chats
 from turnstile.server.errors import from_exception
-from turnstile.text.tokenizer import Tokenizer
-
-Parts = tuple[Head, Wishes, Tokenizer, Record]
 
 
 class Translated(ChatRequest, kw_only=True):
-    """A chat, and the request that it was made of.
+    """A chat, and what is to be known of the request that it was made of.
 
     Attributes
     ----------
-    asked
-        The request as it was sent.
     places
         Where in it each message comes from, for errors.
+    repeated
+        What the answer repeats of it.
     """
 
-    asked: Any
     places: list[str]
+    repeated: dict[str, Any] = msgspec.field(default_factory=dict)
 
 
 class TranslatedChats(Chats):
@@ -49,15 +47,10 @@ class TranslatedChats(Chats):
         """Read the body, and make a :class:`Translated` of it."""
 
     @abstractmethod
-    def write(self, asked: Any, parts: Parts, use: ToolUse | None, *, thinks: bool) -> Frames:
-        """Who writes the answer to ``asked``."""
-
     def make_frames(
-        self, request: ChatRequest, parts: Parts, use: ToolUse | None, *, thinks: bool
+        self, request: ChatRequest, outline: Outline, use: ToolUse | None, *, thinks: bool
     ) -> Frames:
         """Who writes the answer."""
-        assert isinstance(request, Translated)
-        return self.write(request.asked, parts, use, thinks=thinks)
 
     @contextlib.contextmanager
     def naming(self, request: ChatRequest) -> Iterator[None]:
