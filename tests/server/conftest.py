@@ -59,7 +59,7 @@ def serve(tokenizer: Tokenizer) -> Serve:
             service.ready(model)
         app = App(service)
         transport = httpx.ASGITransport(app=app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             yield Served(service, engine, app, client, tokenizer)
         for stream in engine.streams:
             stream.cancel()

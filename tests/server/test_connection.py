@@ -23,7 +23,7 @@ def request(
 ) -> bytes:
     head = [line, *headers]
     if line.endswith(b"1.1"):
-        head.append(b"host: x")
+        head.append(b"host: localhost")
     if body:
         head += [b"content-type: " + kind, b"content-length: %d" % len(body)]
     return b"\r\n".join([*head, b"", b""]) + body

@@ -10,8 +10,8 @@ import pytest
 from server.served import PATIENCE, Serve, Served, listening, until
 from turnstile.server.http import head_limits
 
-GET = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
-LAST = b"GET /version HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+GET = b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"
+LAST = b"GET /version HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 JSON = b'{"prompt": "hello", "max_tokens": 1}'
 
 

@@ -153,6 +153,45 @@ def test_a_rebound_name_reaches_no_server_without_keys(serve: Serve, path: str) 
     asyncio.run(test())
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/requests", "/metrics", "/v1/models", "/server_info", "/docs", "/load", "/live"]
+)
+def test_a_rebound_name_reads_nothing_of_a_server_without_keys(serve: Serve, path: str) -> None:
+    """A browser names no origin to what it takes for the page's own server, so ``Host`` must do."""
+
+    async def status(name: str, method: str = "GET", **config: Any) -> int:
+        headers = {"host": name, "x-api-key": "k"}
+        async with serve(config=config) as served:
+            # The head tells of /live, which does not end.
+            method = "HEAD" if path == "/live" else method
+            return (await served.client.request(method, path, headers=headers)).status_code
+
+    async def test() -> None:
+        for method in ("GET", "HEAD"):
+            assert await status("evil.example:8000", method) == 403
+            assert await status("localhost.evil.example", method) == 403
+            assert await status("127.0.0.1:8000", method) == 200
+        # A proxy's name is one that the operator tells.
+        proxy = {"allowed_origins": ["https://llm.example"]}
+        assert await status("LLM.example", **proxy) == 200
+        assert await status("evil.example", **proxy) == 403
+        # A page has no key; and on another address names are what it is reached by.
+        assert await status("llm.example", api_key=["k"]) == 200
+        assert await status("llm.example", host="0.0.0.0", allow_unauthenticated=True) == 200
+        assert await status("llm.example", uds="/run/x.sock") == 200
+
+    asyncio.run(test())
+
+
+def test_probes_may_use_any_name(serve: Serve) -> None:
+    async def test() -> None:
+        async with serve() as served:
+            answer = await served.client.get("/health", headers={"host": "llm.example"})
+            assert answer.status_code == 200
+
+    asyncio.run(test())
+
+
 def test_preflights_of_allowed_origins_pass_without_a_key(serve: Serve) -> None:
     async def test() -> None:
         config = {"api_key": ["k"], "allowed_origins": ["https://good.example"]}

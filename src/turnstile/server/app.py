@@ -114,17 +114,24 @@ class App:
             await self._refuse(exchange, self._known(exchange, error))
 
     def _refuse_rebound_page(self, exchange: Exchange, origin: bytes | None) -> None:
-        """Without keys nothing but the name it asks for tells a rebound page from one of ours."""
-        if origin is None or len(self.service.keys) or not self._on_loopback:
+        """Without keys nothing but the name it asks for tells a page of ours from one whose name
+        was rebound to this machine. Browsers say whose page asks, but not where it only reads from
+        what they take for its own server: who reads must name this server as it is known. What
+        posts without an ``Origin`` is a program, and may use any name.
+        """
+        if len(self.service.keys) or not self._on_loopback:
             return
-        if self.service.cors.allows(origin) or names_loopback(exchange.header(b"host") or b""):
+        host, cors = exchange.header(b"host"), self.service.cors
+        if origin is None and (exchange.method not in ("GET", "HEAD") or host is None):
             return
-        raise ApiError(
-            403,
-            "A server without keys serves pages that reach it as localhost or by its address, "
-            "and those of --allowed-origins.",
-            code="origin_refused",
-        )
+        known = cors.knows(host or b"") if origin is None else cors.allows(origin)
+        if not known and not names_loopback(host or b""):
+            raise ApiError(
+                403,
+                "A server without keys is read under the name localhost or by its address, and so "
+                "are its pages; --allowed-origins http://NAME adds a name, as that of a proxy.",
+                code="origin_refused",
+            )
 
     def _known(self, exchange: Exchange, error: Exception) -> ApiError:
         known = from_exception(error)

@@ -49,7 +49,8 @@ class ServerConfig:
     allow_unauthenticated: bool = False
     """Listen on a non-loopback address without a key. Anyone who reaches the port may use it."""
     allowed_origins: list[str] = field(default_factory=list)
-    """Origin of web pages that may call this server (repeatable, `*` for all). Default: none."""
+    """Origin of web pages that may call this server (repeatable, `*` for all), and name of a proxy
+    that it is read by where it has no key. Default: none."""
     max_body_size: int = 16 * 2**20
     """Most bytes of a request body; more is answered 413 before anything is parsed."""
     body_timeout: float = 30.0

@@ -28,6 +28,10 @@ class Cors:
         """Whether pages of ``origin`` may call."""
         return self._any or origin in self._origins
 
+    def knows(self, host: bytes) -> bool:
+        """Whether ``host``, as a ``Host`` names it, is that of an allowed origin."""
+        return any(self.allows(scheme + host.lower()) for scheme in (b"http://", b"https://"))
+
     def response_headers(self, origin: bytes | None) -> Headers:
         """What to add to any answer to a page of ``origin``."""
         if origin is None or not self.allows(origin):

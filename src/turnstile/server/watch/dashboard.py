@@ -10,9 +10,7 @@ import functools
 from importlib import resources
 
 from turnstile.server.api.info import refuse_foreign_page
-from turnstile.server.config import is_loopback
 from turnstile.server.errors import ApiError
-from turnstile.server.http.cors import names_loopback
 from turnstile.server.http.exchange import EVENT_STREAM, Exchange
 from turnstile.server.routes import Entry
 from turnstile.server.service import Service
@@ -97,26 +95,18 @@ async def _tell(service: Service, exchange: Exchange, viewer: Viewer) -> None:
 
 
 def _refuse_strange_page(service: Service, exchange: Exchange) -> None:
-    """Only our own page, and those of ``--allowed-origins``, may watch from a browser. One of a
-    name that was rebound to this machine asks without an ``Origin``: its ``Host`` gives it away.
-    What a foreign page loads without reading it could take all the places: ``Sec-Fetch-Site``
-    gives that away.
+    """Only our own page, and those of ``--allowed-origins``, may watch from a browser. What a
+    foreign page loads without reading it could take all the places: ``Sec-Fetch-Site`` gives that
+    away.
     """
     refuse_foreign_page(service, exchange)
-    origin, config = exchange.header(b"origin"), service.config
+    origin, site = exchange.header(b"origin"), exchange.header(b"sec-fetch-site")
     if origin is not None and service.cors.allows(origin):
         return
-    site = exchange.header(b"sec-fetch-site")
-    strange = site is not None and site not in (b"same-origin", b"none")
-    if service.keys.open and config.uds is None and is_loopback(config.host):
-        host = exchange.header(b"host") or b""
-        ours = any(service.cors.allows(scheme + host) for scheme in (b"http://", b"https://"))
-        strange |= not (ours or names_loopback(host))
-    if strange:
+    if site not in (None, b"same-origin", b"none"):
         raise ApiError(
             403,
-            "The live map is for pages of this server. One without keys must be reached as "
-            "localhost or by its address; --allowed-origins names other pages.",
+            "The live map is for pages of this server; --allowed-origins names other pages.",
             code="origin_refused",
         )
 
