@@ -142,7 +142,7 @@ def test_flags_repeat_and_negate(started: list[Any], monkeypatch: pytest.MonkeyP
         (["serve", "--nonsense"], "--nonsense"),
         (["serve", "--port", "abc"], "--port"),
         (["serve", "--max-num-seqs", "5x"], "--max-num-seqs"),
-        (["serve", "--admission", "maybe"], "--admission"),
+        (["serve", "--backend", "maybe"], "--backend"),
         (["serve", "--kv-cache-dtype", "fp8"], "--kv-cache-dtype"),
         (["serve", "a", "b"], "b"),
         (["nonsense"], "nonsense"),

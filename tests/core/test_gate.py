@@ -13,6 +13,7 @@ from core.driver import Driver, make_scheduler
 from turnstile.core.correction import Correction
 from turnstile.core.cost import Coefficients, StepCost
 from turnstile.core.events import Admitted
+from turnstile.core.fairness import FirstComeQueue
 from turnstile.core.forecast import EngineView, steps_until_start
 from turnstile.core.gate import REASONS, Gate, GateConfig, Place, Refused, Work
 from turnstile.core.output_means import OutputMeans
@@ -195,7 +196,7 @@ def test_another_tenant_is_not_told_to_wait_behind_a_flood() -> None:
 
 
 def test_under_first_come_first_served_everybody_waits_behind_the_flood() -> None:
-    gate = Gate(GateConfig(slots=8, policy="fcfs"))
+    gate = Gate(GateConfig(slots=8, policy=FirstComeQueue))
     gate.learn(warm())
     for place in admitted(gate, 8, tenant="flood", max_tokens=300, min_tokens=300):
         place.start(0.0)

@@ -6,7 +6,7 @@ import pytest
 
 from core.driver import Driver, make_scheduler
 from turnstile.core.admission import ExpectedAdmission
-from turnstile.core.request import FinishReason, Request, Sequence
+from turnstile.core.request import FinishReason, Request
 
 
 def test_prompts_can_be_computed_in_passes_of_their_own() -> None:
@@ -45,8 +45,8 @@ def test_answers_that_end_at_a_stop_string_teach_their_length(
     lengths: list[int] = []
 
     class Remembering(ExpectedAdmission):
-        def finished(self, sequence: Sequence) -> None:
-            lengths.append(sequence.num_outputs)
+        def learn(self, tenant: str, outputs: int) -> None:
+            lengths.append(outputs)
 
     scheduler = make_scheduler(admission=Remembering())
     driver = Driver(scheduler)

@@ -13,8 +13,9 @@ from server.served import Raw, Serve, Served, listening, until
 from turnstile.core import events
 from turnstile.core.admission import ADMISSION_POLICIES
 from turnstile.core.events import AnyEvent, WaitReason, encode
-from turnstile.core.fairness import QUEUE_POLICIES
+from turnstile.core.fairness import QUEUE_POLICIES, FirstComeQueue
 from turnstile.core.pages import PagePool
+from turnstile.core.request import Sequence
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine.client import EngineState, Generation
 from turnstile.engine.fake import FakeExecutor
@@ -402,6 +403,16 @@ def test_the_order_is_that_of_the_policy() -> None:
     assert fair[:3] == ["b0", "b1", "u"]
     assert fair[3:] == ["a0", "a1", "a2"]
     assert order("fair", trails, {"a": 0.0, "b": 480.0})[0] == "u"
+
+
+def test_a_policy_that_looks_at_lengths_finds_them_when_the_order_is_drawn() -> None:
+    class ShortestFirst(FirstComeQueue):
+        def place(self, sequence: Sequence) -> tuple[float, float, int]:
+            return (sequence.total, sequence.request.arrival, sequence.arrival_order)
+
+    trails = [trail(name, prompt=size) for name, size in (("l", 90), ("s", 5), ("m", 40))]
+    waiting = {key: (trail, s) for trail in trails for key, s in trail.samples.items()}
+    assert [key[0] for key in expected_order(ShortestFirst(), waiting, {})] == ["s", "m", "l"]
 
 
 # -- with the real scheduler, over the real wire ----------------------------------------------

@@ -162,10 +162,6 @@ class AdmissionPolicy(ABC):
     def remaining(self, sequence: Sequence) -> int:
         """Output tokens this sequence is expected to still draw, at least 1."""
 
-    def finished(self, sequence: Sequence) -> None:
-        """Learn from a sequence that ended by itself."""
-        self.learn(sequence.request.tenant, sequence.num_outputs)
-
     def learn(self, tenant: str, outputs: int) -> None:  # noqa: B027
         """Learn that an answer to this tenant ended by itself after so many tokens."""
 

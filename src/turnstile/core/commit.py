@@ -142,4 +142,4 @@ class Commit:
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         """A sequence has ended by itself."""
         self._books.finish(sequence, reason, now)
-        self._admission.finished(sequence)
+        self._admission.learn(sequence.request.tenant, sequence.num_outputs)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from turnstile.core.demand import Demand
-from turnstile.core.fairness import OUTPUT_CHARGE
+from turnstile.core.fairness import OUTPUT_CHARGE, QueuePolicy
 from turnstile.core.forecast import Ahead, Estimate
 from turnstile.core.limits import NO_LIMITS, TenantLimits
 from turnstile.core.output_means import OutputMeans
@@ -159,7 +159,7 @@ class Ends:
 class Crowd:
     """Everybody inside. ``policy`` is the engine's queue policy: it says who stands before whom."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: type[QueuePolicy]) -> None:
         self.policy = policy
         self.waiting = Backlog()
         """All that wait."""
@@ -304,7 +304,7 @@ class Crowd:
 
     def others_ask(self, tenant: str) -> bool:
         """Whether other tenants have been heard of lately, and the queue tells them apart."""
-        return self.policy == "fair" and self._demand.others_ask(tenant)
+        return self.policy.tenants_share and self._demand.others_ask(tenant)
 
     def ahead(
         self, work: Work, before: Ahead, served: Mapping[str, float], seconds: float = 0.0
@@ -314,22 +314,16 @@ class Crowd:
         Whoever will come within ``seconds`` and be owed more goes before it too.
         """
         samples, prompt, outputs = before.samples, before.prompt_tokens, before.outputs
-        policy = self.policy
-        own = self._backlogs.get(work.tenant, {}) if policy == "fair" else {}
-        if policy != "fair":
-            for backlogs in self._backlogs.values():
-                for priority, backlog in backlogs.items():
-                    if policy != "priority" or priority <= work.priority:
-                        samples += backlog.samples
-                        prompt += backlog.prompt_tokens
-                        outputs += backlog.outputs
-            return Ahead(samples, prompt, outputs)
-        for priority, backlog in own.items():
-            if priority <= work.priority:
-                samples += backlog.samples
-                prompt += backlog.prompt_tokens
-                outputs += backlog.outputs
-        return self._others(work, Ahead(samples, prompt, outputs), served, seconds)
+        share, by_priority = self.policy.tenants_share, self.policy.by_priority
+        own = self._backlogs.get(work.tenant, _NO_BACKLOGS)
+        for backlogs in (own,) if share else self._backlogs.values():
+            for priority, backlog in backlogs.items():
+                if not by_priority or priority <= work.priority:
+                    samples += backlog.samples
+                    prompt += backlog.prompt_tokens
+                    outputs += backlog.outputs
+        ahead = Ahead(samples, prompt, outputs)
+        return self._others(work, ahead, served, seconds) if share else ahead
 
     def _others(self, work: Work, own: Ahead, served: Mapping[str, float], seconds: float) -> Ahead:
         """Add what other tenants are owed by the time the newcomer's turn comes: the least served

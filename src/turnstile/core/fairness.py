@@ -71,9 +71,17 @@ class Lane:
 
 
 class QueuePolicy(ABC):
-    """Order among waiting sequences, and the books of who was served."""
+    """Order among waiting sequences, and the books of who was served.
+
+    ``tenants_share`` and ``by_priority`` tell the gate whom a newcomer will find before it: only
+    those of its own tenant, and of others what they are owed; only those whose priority is not
+    later. Where the order is another one, the gate predicts as if it were by arrival, and learns
+    how far off that is.
+    """
 
     name: str
+    tenants_share: bool = False
+    by_priority: bool = False
 
     def __init__(self) -> None:
         self._aside: list[Sequence] = []
@@ -215,6 +223,7 @@ class PriorityQueue(FirstComeQueue):
     """Strictly by priority, then arrival, whoever asks. Low priorities can starve."""
 
     name = "priority"
+    by_priority = True
 
     def place(self, sequence: Sequence) -> tuple[float, float, int]:
         return (sequence.request.priority, sequence.request.arrival, sequence.arrival_order)
@@ -248,6 +257,8 @@ class FairQueue(QueuePolicy):
     """
 
     name = "fair"
+    tenants_share = True
+    by_priority = True
 
     def __init__(self, ageing: float = 30.0) -> None:
         super().__init__()
@@ -260,13 +271,14 @@ class FairQueue(QueuePolicy):
         self._size = 0
         self._tenants_aside: list[_Tenant] = []
 
-    def push(self, sequence: Sequence) -> None:
+    def place(self, sequence: Sequence) -> tuple[float, float, int]:
+        """Where the sequence stands among those of its tenant."""
         request = sequence.request
-        sequence.place = (
-            request.arrival + self.ageing * request.priority,
-            request.arrival,
-            sequence.arrival_order,
-        )
+        first = request.arrival + self.ageing * request.priority
+        return (first, request.arrival, sequence.arrival_order)
+
+    def push(self, sequence: Sequence) -> None:
+        sequence.place = self.place(sequence)
         tenant = self._tenant(sequence)
         self._offer(tenant)
         tenant.lane.push(sequence)

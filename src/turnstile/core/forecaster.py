@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from turnstile.core.crowd import Crowd, Ends, Work
+from turnstile.core.fairness import FairQueue, QueuePolicy
 from turnstile.core.forecast import Ahead, EngineView, Speed, steps_until_start
 
 
@@ -23,7 +24,7 @@ class GateConfig:
         Tokens the whole page pool holds; None where there is none.
     policy
         The engine's queue policy: who stands before whom.
-    ageing, reserved_slots
+    reserved_slots
         As the engine has them.
     """
 
@@ -33,8 +34,7 @@ class GateConfig:
     max_tokens: int | None = None
     max_wait: float | None = None
     kv_tokens: int | None = None
-    policy: str = "fair"
-    ageing: float = 30.0
+    policy: type[QueuePolicy] = FairQueue
     reserved_slots: int = 1
 
 
@@ -128,7 +128,7 @@ class Forecaster:
         """Samples that run at once when all is full: as many as there are slots, or pages for."""
         config, crowd, busy = self._config, self._crowd, len(ends.steps)
         slots = config.slots
-        reserved = min(config.reserved_slots, slots // 8) if config.policy == "fair" else 0
+        reserved = min(config.reserved_slots, slots // 8) if config.policy.tenants_share else 0
         if reserved and crowd.running_of.get(work.tenant):
             slots -= reserved if len(crowd.running_of) > 1 else 0
         elif reserved and busy and not ahead.samples and crowd.knows(work.tenant):

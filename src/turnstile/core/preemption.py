@@ -11,7 +11,8 @@ from turnstile.core.request import Sequence
 VictimPolicy = Callable[[Seq[Sequence], QueuePolicy, int], Sequence | None]
 """Given those running in order of admission, the queue and ``pin_after``: who must go, if any.
 
-It may name the sequence that needs the page, which then waits itself.
+It may name the sequence that needs the page, which then waits itself. It is asked again until
+there are enough pages, so it should spare the oldest: then somebody always progresses.
 """
 
 
@@ -37,3 +38,11 @@ def choose_victim(running: Seq[Sequence], queue: QueuePolicy, pin_after: int) ->
             s.arrival_order,
         ),
     )
+
+
+def choose_newest(running: Seq[Sequence], queue: QueuePolicy, pin_after: int) -> Sequence | None:
+    """The one admitted last goes first, whoever it is: vLLM's first-come-first-served order."""
+    return running[-1] if len(running) > 1 else None
+
+
+PREEMPTION_POLICIES: dict[str, VictimPolicy] = {"fair": choose_victim, "newest": choose_newest}

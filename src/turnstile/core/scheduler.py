@@ -196,7 +196,7 @@ class Scheduler:
             if sample_index is None or sequence.index == sample_index:
                 ended += self.books.finish(sequence, reason, now)
                 if reason is FinishReason.STOP:
-                    self.admission.finished(sequence)
+                    self.admission.learn(sequence.request.tenant, sequence.num_outputs)
         return ended
 
     def preempt(self, sequence: Sequence, now: float) -> None:

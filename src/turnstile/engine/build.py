@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from turnstile.core.admission import ADMISSION_POLICIES
-from turnstile.core.fairness import QUEUE_POLICIES
 from turnstile.core.pages import PagePool
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
 from turnstile.engine import faults
 from turnstile.engine.config import EngineConfig, EngineConfigError
 from turnstile.engine.loop import StepLoop
 from turnstile.engine.machine import available_memory, compute_threads, cpu_flags, total_memory
+from turnstile.engine.policies import admission_policy, preemption_policy, queue_policy
 from turnstile.engine.protocol import EngineInfo, StepResult
 from turnstile.engine.speculation import drafter_of, most_draft_tokens
 
@@ -197,9 +196,10 @@ def make_scheduler(config: EngineConfig, num_pages: int, max_model_len: int) -> 
             speculation=drafter_of(config) is not None,
         ),
         PagePool(num_pages, config.page_size),
-        ADMISSION_POLICIES[config.admission](),
-        QUEUE_POLICIES[config.scheduling_policy](),
+        admission_policy(config.admission)(),
+        queue_policy(config.scheduling_policy)(),
         prefix_caching=config.enable_prefix_caching,
+        victim=preemption_policy(config.preemption),
     )
 
 

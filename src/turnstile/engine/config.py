@@ -61,11 +61,15 @@ class EngineConfig:
     """Form of K and V in the pages. `auto`: that of the weights."""
     enable_prefix_caching: bool = True
     """Keep the pages of finished prompts for requests that begin alike, and the ids of chats."""
-    admission: Literal["expected", "guaranteed", "unchecked"] = "expected"
-    """When a sequence may start: by its expected length, only if it surely fits, or always, to see
-    requests fail of it."""
-    scheduling_policy: Literal["fair", "fcfs", "priority"] = "fair"
-    """Whose turn it is: tenants share by tokens, first come first served, or by priority alone."""
+    admission: str = "expected"
+    """When a sequence may start: by its `expected` length, only if it surely fits (`guaranteed`),
+    or always (`unchecked`), to see requests fail of it; or your own, as module:Class."""
+    scheduling_policy: str = "fair"
+    """Whose turn it is: tenants share by tokens (`fair`), first come first served (`fcfs`), or by
+    `priority` alone; or your own, as module:Class."""
+    preemption: str = "fair"
+    """Who must go when the pages run out: the latest priority, then the tenant served most, then
+    the least work lost (`fair`), or the `newest`; or your own, as module:function."""
     speculative_config: str | None = None
     """Drafts, as JSON: {"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_min": 3,
     "prompt_lookup_max": 12} (these are the defaults). Answers stay the same, token for token."""
@@ -109,6 +113,7 @@ class EngineConfig:
                 f"--max-num-seqs ({self.max_num_seqs}): every sequence gets one token a step."
             )
         self._check_speculation()
+        self._check_policies()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise EngineConfigError("--gpu-memory-utilization must be above 0 and at most 1.")
 
@@ -119,6 +124,17 @@ class EngineConfig:
                 f"--max-model-len {self.max_model_len} is more than the {most} positions this "
                 "model knows."
             )
+
+    def _check_policies(self) -> None:
+        # Here, so that --help need not wait for numpy.
+        from turnstile.engine import policies
+
+        try:
+            policies.admission_policy(self.admission)
+            policies.queue_policy(self.scheduling_policy)
+            policies.preemption_policy(self.preemption)
+        except policies.PolicyError as error:
+            raise EngineConfigError(str(error)) from error
 
     def _check_speculation(self) -> None:
         # Here, so that --help need not wait for what drafts are made with.

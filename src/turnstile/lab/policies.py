@@ -6,7 +6,6 @@ Each is a few small classes in the places that :mod:`turnstile.core` leaves for 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 from turnstile.core.admission import (
@@ -18,7 +17,7 @@ from turnstile.core.admission import (
 )
 from turnstile.core.fairness import FairQueue, FirstComeQueue, QueuePolicy
 from turnstile.core.pages import PagePool, PageTable
-from turnstile.core.preemption import VictimPolicy, choose_victim
+from turnstile.core.preemption import VictimPolicy, choose_newest, choose_victim
 from turnstile.core.request import Sequence
 
 
@@ -60,11 +59,6 @@ class HopefulAdmission(OptimisticAdmission):
 
     name = "hopeful"
     preempts = False
-
-
-def choose_newest(running: Seq[Sequence], queue: QueuePolicy, pin_after: int) -> Sequence | None:
-    """The one admitted last goes first, whoever it is: vLLM's first-come-first-served order."""
-    return running[-1] if len(running) > 1 else None
 
 
 class UncountedPool(PagePool):

@@ -18,6 +18,7 @@ from turnstile.core.gate import (
     Work,
 )
 from turnstile.engine.client import Generation
+from turnstile.engine.policies import queue_policy
 from turnstile.engine.protocol import EngineInfo, Snapshot
 from turnstile.engine.wording import counted
 from turnstile.server.config import ServerConfig
@@ -35,7 +36,7 @@ def make_gate(config: ServerConfig, info: EngineInfo) -> Gate:
             max_tokens=config.max_num_queued_tokens,
             max_wait=config.max_queue_wait or None,
             kv_tokens=info.kv_tokens,
-            policy=info.scheduling_policy,
+            policy=queue_policy(info.scheduling_policy),
         )
     )
 

@@ -56,8 +56,8 @@ class Calibration:
     engine
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
-        ``admission``, ``scheduling_policy``, ``enable_prefix_caching``, ``target_itl``,
-        ``neighbour_steps``, and the bounds of its gate.
+        ``admission``, ``scheduling_policy``, ``preemption``, ``enable_prefix_caching``,
+        ``target_itl``, ``neighbour_steps``, and the bounds of its gate.
     """
 
     source: str
@@ -117,7 +117,7 @@ class Calibration:
 
 ENGINE_SETTINGS = (
     "page_size", "num_pages", "max_num_seqs", "max_num_batched_tokens", "max_model_len",
-    "admission", "scheduling_policy", "enable_prefix_caching", "target_itl",
+    "admission", "scheduling_policy", "preemption", "enable_prefix_caching", "target_itl",
     "neighbour_steps",
 )  # fmt: skip
 GATE_SETTINGS = ("max_num_queued_reqs", "max_num_queued_tokens", "max_queue_wait")
@@ -135,6 +135,7 @@ def calibrated(known: Calibration) -> Setup:
         page_size=int(engine["page_size"]),
         admission=engine.get("admission") or "expected",
         policy=engine.get("scheduling_policy") or "fair",
+        preemption=engine.get("preemption") or "fair",
         prefix_caching=bool(engine.get("enable_prefix_caching", True)),
         scheduler=SchedulerConfig(
             max_num_seqs=slots,

@@ -67,9 +67,11 @@ class MachineOptions:
     target_itl: float | None = None
     """Seconds a step should take while others stream."""
     admission: list[str] = field(default_factory=list)
-    """expected, guaranteed or unchecked; several to sweep."""
+    """expected, guaranteed, unchecked or module:Class; several to sweep."""
     scheduling_policy: list[str] = field(default_factory=list)
-    """fair, fcfs or priority; several to sweep."""
+    """fair, fcfs, priority or module:Class; several to sweep."""
+    preemption: str | None = None
+    """fair, newest or module:function. Default: the server's."""
     max_num_queued_reqs: int | None = None
     """Most requests waiting to start; more are refused, as by the server's gate."""
     max_queue_wait: float | None = None
@@ -261,6 +263,7 @@ def _combinations(setup: Setup, options: MachineOptions) -> Iterator[Plant]:
             num_pages=max(1, tokens // size),
             admission=admission,
             policy=policy,
+            preemption=options.preemption or setup.preemption,
         )
         yield Plant(machine, replicas, router)
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
+from turnstile.core.admission import AdmissionPolicy
 from turnstile.core.cost import Coefficients, CostModel
-from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
+from turnstile.core.fairness import QueuePolicy
 from turnstile.core.gate import Gate, GateConfig
 from turnstile.core.pages import PagePool
 from turnstile.core.scheduler import Scheduler
 from turnstile.core.settings import SchedulerConfig
+from turnstile.engine.policies import (
+    PolicyError,
+    admission_policy,
+    preemption_policy,
+    queue_policy,
+)
 from turnstile.simulate.fast_forward import FastForward
 from turnstile.simulate.timing import KnownCost, StepTiming
 
@@ -63,6 +69,8 @@ class Setup:
     page_size: int = 16
     admission: str = "expected"
     policy: str = "fair"
+    preemption: str = "fair"
+    """The names of policies, as the engine takes them (:mod:`turnstile.engine.policies`)."""
     prefix_caching: bool = True
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     front: Front = field(default_factory=Front)
@@ -81,10 +89,12 @@ class Setup:
     """
 
     def __post_init__(self) -> None:
-        for name, known in (("admission", ADMISSION_POLICIES), ("policy", QUEUE_POLICIES)):
-            value = getattr(self, name)
-            if value not in known:
-                raise SetupError(f"There is no {name} {value!r}; known are {', '.join(known)}.")
+        try:
+            admission_policy(self.admission)
+            queue_policy(self.policy)
+            preemption_policy(self.preemption)
+        except PolicyError as error:
+            raise SetupError(str(error)) from error
 
     def make_gate(self) -> Gate | None:
         """The gate of these settings, None where nothing is bounded."""
@@ -99,7 +109,7 @@ class Setup:
                 max_tokens=self.max_num_queued_tokens,
                 max_wait=self.max_queue_wait or None,
                 kv_tokens=self.num_pages * self.page_size,
-                policy=self.policy,
+                policy=queue_policy(self.policy),
                 reserved_slots=self.scheduler.reserved_slots,
             )
         )
@@ -111,11 +121,11 @@ class Setup:
 
     def parts(self) -> tuple[PagePool, AdmissionPolicy, QueuePolicy]:
         """A new pool and new policies."""
-        admission = ADMISSION_POLICIES[self.admission]()
+        admission = admission_policy(self.admission)()
         for tenant, lengths in self.past_outputs.items():
             for length in lengths:
                 admission.learn(tenant, length)
-        return PagePool(self.num_pages, self.page_size), admission, QUEUE_POLICIES[self.policy]()
+        return PagePool(self.num_pages, self.page_size), admission, queue_policy(self.policy)()
 
     def make_scheduler(self, *, fast: bool = False) -> Scheduler:
         """The scheduler of these settings; nothing but its clock is simulated.
@@ -131,5 +141,6 @@ class Setup:
             queue,
             prefix_caching=self.prefix_caching,
             cost=CostModel() if self.learns_cost else KnownCost(self.believed),
+            victim=preemption_policy(self.preemption),
             attendance=attendance,
         )

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from urllib.parse import parse_qs
 
 from turnstile.core.events import WaitReason
-from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
+from turnstile.core.fairness import QueuePolicy
 from turnstile.core.forecast import Estimate
 from turnstile.core.request import Request, Sequence
 from turnstile.engine.client import EngineState
+from turnstile.engine.policies import queue_policy
 from turnstile.server.api.info import refuse_foreign_page
 from turnstile.server.errors import ApiError, bad_request
 from turnstile.server.http.exchange import Exchange
@@ -239,7 +240,7 @@ class View:
                 if sample.waits
             }
             tenants = self._service.metrics.snapshot.tenants
-            order = expected_order(QUEUE_POLICIES[policy](), waiting, tenants)
+            order = expected_order(queue_policy(policy)(), waiting, tenants)
             blocked = (r for key in order if (r := waiting[key][1].reason) in _BLOCKING)
             head = next(blocked, WaitReason.QUEUED)
             self._order = {
@@ -336,7 +337,7 @@ def expected_order(
     It is drawn with the policy the engine runs: everybody enters a queue of that policy, tenants
     start from their present counters, and each start is charged what its prompt costs.
     """
-    names: dict[Sequence, tuple[tuple[str, int], int]] = {}
+    keys: dict[Sequence, tuple[str, int]] = {}
     for key, (trail, _) in waiting.items():
         record = trail.record
         assert record is not None  # it is alive
@@ -345,19 +346,19 @@ def expected_order(
         sequence = Sequence(
             Request(
                 id=key[0],
-                prompt=(),
+                prompt=tuple(generation.prompt),
                 max_tokens=generation.max_tokens,
                 tenant=generation.tenant,
                 weight=generation.weight,
                 priority=generation.priority,
                 arrival=generation.arrival,
             ),
-            arrival_order=len(names),
+            arrival_order=len(keys),
         )
-        names[sequence] = (key, len(generation.prompt))
+        keys[sequence] = key
         queue.arrive(sequence)
     charged: set[str] = set()
-    for sequence in names:
+    for sequence in keys:
         tenant = sequence.request.tenant
         if tenant not in charged:
             charged.add(tenant)
@@ -366,9 +367,8 @@ def expected_order(
     order = []
     while (first := queue.next()) is not None:
         queue.take(first)
-        key, prompt_tokens = names[first]
-        queue.charge(first, prompt_tokens)
-        order.append(key)
+        queue.charge(first, first.num_prompt)
+        order.append(keys[first])
     return order
 
 
