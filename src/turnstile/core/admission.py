@@ -144,6 +144,23 @@ class Candidate:
     matched: list[int]
 
 
+@dataclass(slots=True)
+class Outlook:
+    """What is known of those who run, so that a round of admission looks at them once at most.
+
+    Attributes
+    ----------
+    most
+        Pages that all of them can come to hold (:func:`pages_at_most`).
+    peak
+        Pages they need at the worst moment to come, by the policy's view; None until somebody asks.
+        It holds while nobody of them draws, comes or leaves.
+    """
+
+    most: int
+    peak: int | None = None
+
+
 class AdmissionPolicy(ABC):
     """Decides whether a candidate may start beside those who run. No side effects.
 
@@ -171,18 +188,23 @@ class AdmissionPolicy(ABC):
         running: Iterable[Sequence],
         pool: PagePool,
         reserve: int = 0,
-        most: int | None = None,
+        outlook: Outlook | None = None,
     ) -> bool:
         """Whether all that run, and the candidate, fit the pool less ``reserve`` pages.
 
-        ``most`` is how many pages all that run can come to hold (:func:`pages_at_most`), where
-        that is known: no forecast is higher, so nobody need be looked at while it is low enough.
+        ``outlook`` is what is known of those that run: nobody need be looked at while the most they
+        can come to hold leaves room, nor again where the candidate takes nothing of theirs.
         """
-        if most is not None:
-            most += pages_at_most(candidate.sequence, pool.page_size)
-            if most + reserve <= pool.num_pages:
-                return True
-        return self.peak(candidate, running, pool) + reserve <= pool.num_pages
+        room = pool.num_pages - reserve
+        if outlook is None:
+            return self.peak(candidate, running, pool) <= room
+        if outlook.most + pages_at_most(candidate.sequence, pool.page_size) <= room:
+            return True
+        if any(pool.owner(page) is not None for page in candidate.matched):
+            return self.peak(candidate, running, pool) <= room
+        if outlook.peak is None:
+            outlook.peak = self.peak(None, running, pool)
+        return outlook.peak + self._own_pages(candidate, pool) <= room
 
     def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
         """Pages needed at the worst moment to come, by this policy's view of the future."""
@@ -201,13 +223,17 @@ class AdmissionPolicy(ABC):
             else:
                 total += prefill_pages(sequence, self.remaining(sequence), kept, page_size)
         if candidate is not None:
-            sequence = candidate.sequence
-            # Pages out of the LRU list become its own; the others count as shared already.
-            kept = sum(pool.refcount(page) > 0 for page in candidate.matched)
-            total += prefill_pages(sequence, self.remaining(sequence), kept, page_size)
+            total += self._own_pages(candidate, pool)
         return total + decode_peak(
             np.asarray(held, dtype=np.int64), np.asarray(coming, dtype=np.int64), page_size
         )
+
+    def _own_pages(self, candidate: Candidate, pool: PagePool) -> int:
+        """Pages that a candidate needs besides those that others hold."""
+        sequence = candidate.sequence
+        # Pages out of the LRU list become its own; the others count as shared already.
+        kept = sum(pool.refcount(page) > 0 for page in candidate.matched)
+        return prefill_pages(sequence, self.remaining(sequence), kept, pool.page_size)
 
 
 class GuaranteedAdmission(AdmissionPolicy):
@@ -264,7 +290,7 @@ class UncheckedAdmission(AdmissionPolicy):
         running: Iterable[Sequence],
         pool: PagePool,
         reserve: int = 0,
-        most: int | None = None,
+        outlook: Outlook | None = None,
     ) -> bool:
         return True
 
@@ -336,6 +362,7 @@ __all__ = [
     "ExpectedAdmission",
     "GuaranteedAdmission",
     "NeverFitsError",
+    "Outlook",
     "OutputLengths",
     "UncheckedAdmission",
     "check_fits",

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from turnstile.core.admission import AdmissionPolicy, Candidate
+from turnstile.core.admission import AdmissionPolicy, Candidate, Outlook
 from turnstile.core.events import WaitReason
 from turnstile.core.prefix_cache import PrefixCache
 from turnstile.core.request import Sequence
@@ -38,6 +38,7 @@ class Entrance:
         self.pool = cache.pool
         self.admission = admission
         self._typical_pages = 0.0
+        self._outlook = Outlook(0)
 
     def admit(self, now: float) -> Iterator[Candidate]:
         """Yield who may start, in the queue's order, while slots and pages last.
@@ -46,10 +47,12 @@ class Entrance:
         """
         max_skips = self.config.max_skips
         aside: list[Sequence] = []
+        self._outlook = Outlook(self.slots.most_pages)
         while (sequence := self.queue.next()) is not None:
             found = self._look_at(sequence)
             if isinstance(found, Candidate):
                 yield found
+                self._outlook = Outlook(self.slots.most_pages)
                 for other in aside:
                     other.skipped += 1
             elif isinstance(found, bytes):
@@ -91,7 +94,7 @@ class Entrance:
         if key is not None:
             return key
         slots = self.slots
-        if not self.admission.fits(candidate, slots.running, self.pool, reserve, slots.most_pages):
+        if not self.admission.fits(candidate, slots.running, self.pool, reserve, self._outlook):
             sequence.blocked = (self.slots.changes, len(candidate.matched))
             return WaitReason.PAGES
         return candidate

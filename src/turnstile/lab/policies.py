@@ -13,6 +13,7 @@ from turnstile.core.admission import (
     Candidate,
     ExpectedAdmission,
     GuaranteedAdmission,
+    Outlook,
     UncheckedAdmission,
 )
 from turnstile.core.fairness import FairQueue, FirstComeQueue, QueuePolicy
@@ -42,7 +43,7 @@ class OptimisticAdmission(AdmissionPolicy):
         running: Iterable[Sequence],
         pool: PagePool,
         reserve: int = 0,
-        most: int | None = None,
+        outlook: Outlook | None = None,
     ) -> bool:
         # Those who still compute their prompts were promised the pages for them.
         promised = sum(

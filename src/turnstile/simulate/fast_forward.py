@@ -22,7 +22,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator
 
-from turnstile.core.admission import AdmissionPolicy, Candidate
+from turnstile.core.admission import AdmissionPolicy, Candidate, Outlook
 from turnstile.core.attendance import Attendance
 from turnstile.core.cost import StepCost
 from turnstile.core.fairness import OUTPUT_CHARGE
@@ -61,9 +61,9 @@ class _UpToDate(AdmissionPolicy):
         running: Iterable[Sequence],
         pool: PagePool,
         reserve: int = 0,
-        most: int | None = None,
+        outlook: Outlook | None = None,
     ) -> bool:
-        return self._policy.fits(candidate, self._caught_up(running), pool, reserve, most)
+        return self._policy.fits(candidate, self._caught_up(running), pool, reserve, outlook)
 
     def peak(self, candidate: Candidate | None, running: Iterable[Sequence], pool: PagePool) -> int:
         return self._policy.peak(candidate, self._caught_up(running), pool)
