@@ -190,9 +190,10 @@ class Books:
         return self.finish(sequence, FinishReason.ERROR, now, error)
 
     def take_back(self, chunk: Chunk, charged: float) -> None:
-        """Undo whatever a commit has done with a chunk before it broke off: its sequence is alive
-        again, as long, as far computed and as much ``charged`` as before. Only these are right
-        then: everything else must be written anew by :meth:`repair`.
+        """Undo what a commit did with a chunk before it broke off.
+
+        The sequence is alive again, with its tokens, ``computed`` and ``charged`` as they were. The
+        other books (slots, pages, waiting …) are not restored: :meth:`repair` must follow.
         """
         sequence, request_id = chunk.sequence, chunk.sequence.request.id
         self.queue.charge(sequence, charged - sequence.charged)
@@ -202,7 +203,7 @@ class Books:
             del sequence.tokens[chunk.end - len(chunk.drafts) :]
         family, undone = self.alive.of(request_id), [sequence.index]
         if chunk.samples > 1 and not chunk.drafts:
-            # A fork: until it has happened nobody else of this request is alive.
+            # The chunk was to fork: before that only the leader of this request is alive.
             sequence.fork_width = chunk.samples
             family, undone = [], list(range(chunk.samples))
         if sequence not in family:

@@ -31,9 +31,9 @@ def prompt_budget(
 ) -> int:
     """Prompt tokens that a step may compute beside ``decodes``; 0 or less where there is no room.
 
-    Where somebody streams, the target inter-token latency bounds it, but never below
-    ``min_chunk``; where it is ``strangers`` who stream (other tenants than those of the prompts),
-    now or lately, so does ``neighbour_steps``.
+    Two bounds on the step's time make it smaller, but never less than ``min_chunk``:
+    ``target_itl`` while any sequence decodes, and ``neighbour_steps`` while ``strangers`` do, now
+    or lately: sequences of other tenants than those of the prompts.
     """
     largest = config.max_num_batched_tokens
     budget = largest
@@ -49,8 +49,8 @@ def prompt_budget(
 def _full_house(config: SchedulerConfig, cost: CostModel, batch: int) -> float:
     """Seconds of a step with a token in every slot, at contexts such as chats have.
 
-    ``batch`` is what the batch is now: the cost of a sequence, fitted to small batches, is not to
-    be trusted at a hundred, that of a token is.
+    ``batch`` is the present batch size, not the full one: the fitted cost of a sequence cannot be
+    extrapolated from small batches to a hundred, that of a token can.
     """
     slots = config.max_num_seqs
     pairs = slots * TYPICAL_CONTEXT

@@ -49,7 +49,7 @@ class Commit:
         """Append to ``progress`` chunk by chunk: whatever raises, it says what has been done.
         Returns how many tokens of prompts were computed.
         """
-        crowd, prefill = plan.num_decodes, 0
+        decodes, prefill = plan.num_decodes, 0
         for number, (chunk, outcome) in enumerate(zip(plan.chunks, outcomes, strict=True)):
             sequence, charged = chunk.sequence, chunk.sequence.charged
             if sequence.state is not State.RUNNING:
@@ -57,7 +57,7 @@ class Commit:
             if chunk.start < sequence.num_prompt:
                 prefill += min(chunk.end, sequence.num_prompt) - chunk.start
             try:
-                if number < crowd and outcome.error is None and not sequence.catching_up:
+                if number < decodes and outcome.error is None and not sequence.catching_up:
                     steps = [self._decode(sequence, outcome.tokens, now)]
                 else:
                     steps = self._chunk(chunk, outcome, now)
@@ -71,8 +71,8 @@ class Commit:
         return prefill
 
     def _decode(self, sequence: Sequence, tokens: tuple[int, ...], now: float) -> Progress:
-        """:meth:`_chunk` of a token computed and one drawn, which is nearly all there is:
-        without whatever cannot be then.
+        """:meth:`_chunk` for the common case, one token computed and one drawn: the same, without
+        what cannot happen then.
         """
         computed = sequence.computed = sequence.computed + 1
         sequence.drafts = ()
@@ -95,7 +95,7 @@ class Commit:
         if sequence.catching_up and need(sequence) <= 1:
             self._books.slots.changes += 1
         if chunk.drafts:
-            # What was rejected was computed in vain: the pages hold it until it is written over.
+            # K and V of rejected drafts stay in the pages until the next tokens overwrite them.
             return [self._extend(sequence, outcome.tokens, now, publish_from=before)]
         self._books.publish(sequence, before, now)
         if chunk.end == sequence.total and sequence.request.max_tokens == 0:
@@ -124,8 +124,10 @@ class Commit:
         now: float,
         publish_from: int | None = None,
     ) -> Progress:
-        """Append draws, up to the one that ends the sequence; finish if it is the end. With drafts
-        only now is known which of the tokens computed since ``publish_from`` can be published.
+        """Append draws, up to the one that ends the sequence, and finish it there.
+
+        ``publish_from`` is given for drafts: which of the tokens computed since then are right, and
+        may be published, is known only once the draws are appended.
         """
         first = sequence.num_outputs
         tokens, finish = sequence.extend(tokens, self._max_model_len)

@@ -12,13 +12,13 @@ class Correction:
     nothing is stored: the median of log(actual ÷ raw), by stochastic approximation (Robbins and
     Monro 1951), and the *margin* from the median that was told to the 90th percentile.
 
-    In a queue errors come in flocks: all who wait at the same time find the same speed, and how
-    they came out is known only when their waits are over, when many others have been told the same.
-    A quantile that follows each outcome forgets in one flock what the last one taught, and is wrong
-    for all of the next. So an outcome counts the less the more stood before it, ``FLOCK`` as much
-    as one; the margin is measured from what was told, grows no further than what would have
-    covered, and shrinks slowly. A magnitude that was never seen begins with the margin of the next
-    smaller one, as queues grow through all of them.
+    In a queue errors come in flocks. All who wait at the same time meet the same speed, so their
+    errors are alike; and an error is known only when its wait is over, after many others have been
+    told the same. A quantile that followed each outcome would forget in one flock what the last one
+    taught, and be wrong for all of the next. Therefore an outcome counts for less the more requests
+    stood before it (half, with ``FLOCK`` of them); the margin is measured from the median that was
+    told, grows no further than would have covered the outcome, and shrinks slowly. A magnitude that
+    was never seen begins with the margin of the next smaller one: queues grow through all of them.
     """
 
     RATE = 0.05

@@ -67,8 +67,8 @@ class Forked(Event):
 
 @dataclass(frozen=True, slots=True)
 class Decoding(Event):
-    """All it knows is computed: the prompt, or, after a preemption, what was lost. From here on it
-    gets one token a step. ``computed`` tokens are in its pages.
+    """It has caught up: its prompt, or what a preemption lost, is computed. From here on it gets
+    one token a step. ``computed`` tokens are in its pages.
     """
 
     computed: int

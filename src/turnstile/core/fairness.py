@@ -300,7 +300,7 @@ class FairQueue(QueuePolicy):
         return None
 
     def set_tenant_aside(self, sequence: Sequence) -> None:
-        # The candidate's tenant is at the top of the heap: it was just offered from there.
+        # `next` has just returned the candidate, so its tenant is at the top of the heap.
         tenant = self._tenant(sequence)
         heapq.heappop(self._by_served)
         tenant.in_served = False

@@ -104,7 +104,7 @@ class Ahead:
         )
 
     def scaled(self, share: float) -> Ahead:
-        """So large a part of it."""
+        """This work times ``share``."""
         return Ahead(share * self.samples, share * self.prompt_tokens, share * self.outputs)
 
     @property

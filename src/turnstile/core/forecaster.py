@@ -74,8 +74,9 @@ class Forecaster:
         ahead, wait = self._with_who_comes(work, before, ends, ahead, wait, view)
         width, busy = self._width(work, ends, ahead, view), len(ends.steps)
         speed = self._speed(ends, min(width, busy + ahead.samples + work.n), view)
-        # Prompts share steps: while its own is computed, so is as much of each beside it. Those
-        # ahead are beside it where all start together; who has to wait finds most of them computed.
+        # Prompts share steps: in the time its own is computed, each prompt beside it gets as many
+        # tokens. Prompts ahead of it are beside it only where all start at once: where it has to
+        # wait for a slot, most of them are computed by then.
         together = ahead.samples + work.n <= width - busy
         sharing = self._crowd.prompts_beside(work) + (ahead.samples if together else 0.0)
         beside = work.prompt_tokens * sharing
@@ -119,7 +120,7 @@ class Forecaster:
         return self._crowd.ends(view.steps, room, view.prefill_tokens)
 
     def _speed(self, ends: Ends, running: float, view: EngineView) -> Speed:
-        """With ``running`` samples, as large a part of them decoding as now."""
+        """The speed with ``running`` samples, of which the same share decodes as now."""
         busy = len(ends.steps)
         decoding = running * ends.decoding / busy if busy else running
         return Speed.of(view, max(1, round(decoding)), ends.context, self._config.budget)

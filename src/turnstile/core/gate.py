@@ -159,8 +159,8 @@ class Gate:
     def check(self, works: Sequence[Work], now: float) -> None:
         """Raise :class:`Refused` where :meth:`enter` would; reserve nothing.
 
-        A request whose cost is not known yet is looked at as the least it could be: whoever is
-        refused then need not be tokenized. Nothing is predicted for who need not wait.
+        For a request that is not tokenized yet, ``works`` holds the least it could cost: one that
+        is refused even so need not be tokenized. No wait is predicted where there would be none.
         """
         expected = [self._crowd.expected(work) for work in works]
         queued = self._check(works, expected, now)
@@ -272,10 +272,12 @@ class Gate:
         now: float,
         estimate: Estimate | None = None,
     ) -> Refused:
-        """``starts`` prompts must have started before the request fits; None: it never does.
+        """The exception for a request that does not fit until ``starts`` prompts have started
+        (None: it never will).
 
-        ``others`` are those that wait without it, and have no slot free: who has one is inside but
-        in nobody's way, and to count him would tell of a queue beyond its bound.
+        ``others`` is how many prompts wait without it and find no free slot. Those that do find one
+        are inside too, but are not reported as waiting: the client would read of a queue longer
+        than its bound.
         """
         self.rejections[reason] += 1
         retry = None if starts is None else self._retry_after(starts, bound, now, estimate)
@@ -294,8 +296,10 @@ class Gate:
     def _retry_after(
         self, starts: int, bound: float, now: float, estimate: Estimate | None
     ) -> float:
-        """When a place should be free, counting those who were told so before: they come first.
-        Else all that a burst sent away would come back at once, to be sent away again.
+        """When a place should be free, behind everybody who was promised one before.
+
+        Without that, all clients that a burst sent away would come back at the same moment, and all
+        but a few would be sent away again.
         """
         promises = self._promises
         while promises and promises[0] <= now:

@@ -1,7 +1,7 @@
 """What one step computes (:class:`Plan`) and what came of it (:class:`Outcome`).
 
-Nobody changes a chunk or an outcome once it is made. They are not declared frozen because there is
-one of each for everybody in every step, and a frozen one takes four times as long to make.
+Chunks and outcomes are never changed once they are made. They are not frozen dataclasses all the
+same: every step makes one of each for every sequence, and a frozen one takes four times as long.
 """
 
 from __future__ import annotations
@@ -52,8 +52,10 @@ class Plan:
 
     @cached_property
     def num_decodes(self) -> int:
-        """How many chunks at the front each compute one token and draw one: the crowd, of which
-        chunk, row of the flat batch, row of the logits and draw all have the same number.
+        """How many chunks, all at the front, compute one token and draw one, and nothing else.
+
+        The i-th of these is also row i of the flat batch, row i of the logits and draw i, so code
+        that handles them all at once needs no offsets.
         """
         for i, chunk in enumerate(self.chunks):
             if chunk.count != 1 or chunk.samples != 1 or chunk.drafts or chunk.score:

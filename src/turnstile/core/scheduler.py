@@ -152,10 +152,11 @@ class Scheduler:
         Parameters
         ----------
         charged
-            What its tenant has paid for it elsewhere. More than 0: the prompt is paid for.
+            Service its tenant has paid for it already, in an engine before this one. Above 0 the
+            prompt counts as paid for.
         served
-            For what ran elsewhere: the tenant's virtual counter there, from which it goes on. The
-            tenant never was idle, so it is not lifted. None: like everybody who arrives.
+            The tenant's virtual counter in that engine: it goes on from there, and is not lifted
+            to the others' level as a tenant that was idle would be. None for a new request.
 
         Raises
         ------
@@ -249,8 +250,10 @@ class Scheduler:
         return Plan(self.statistics.steps, tuple(chunks), copies)
 
     def _decode_chunks(self, decoding: list[Sequence], spare: int, now: float) -> list[Chunk]:
-        """One token for everybody who has only the newest left to compute; last come those for
-        whom there is more to it, with up to ``spare`` drafts in all.
+        """A chunk for each sequence that has only its newest token left to compute.
+
+        Sequences with drafts to verify, or a prompt to score, come last; the drafts of all of them
+        together are at most ``spare`` tokens.
         """
         chunks: list[Chunk] = []
         special: list[Sequence] = []
@@ -315,8 +318,10 @@ class Scheduler:
         return chunks
 
     def _strangers_lately(self, decodes: list[Chunk], behind: list[Sequence]) -> bool:
-        """Whether tenants meet in this step, or did a short while ago: who asks again is not to
-        come upon a long step that was planned in their absence.
+        """Whether one tenant decodes beside another's prompts in this step, or did lately.
+
+        The memory is for a tenant that pauses between two requests: it should not come back into
+        the middle of a long step that was planned while it was away.
         """
         tenants = {s.request.tenant for s in behind}
         decoding = {c.sequence.request.tenant for c in decodes}

@@ -13,9 +13,10 @@ MOST_TENANTS = 4096
 
 
 class Accounts:
-    """The last counter heard of each tenant, of at most ``limit``: the longest silent goes first.
+    """The last known counter of each tenant, for at most ``limit`` tenants.
 
-    Who is forgotten comes back like somebody new, lifted to the least of those that are active.
+    Beyond that, the tenant that was silent longest is forgotten. When it comes back it counts as
+    new, and is lifted to the least counter among active tenants.
     """
 
     def __init__(self, limit: int = MOST_TENANTS) -> None:

@@ -54,10 +54,10 @@ class BatchBuilder:
         if count > len(self._ids):
             self._allocate(count)
         tables = self._gather_tables([chunk.sequence for chunk in chunks])
-        at = crowd = plan.num_decodes
-        self._write_crowd(chunks[:crowd])
+        at = decodes = plan.num_decodes
+        self._write_decodes(chunks[:decodes])
         logit_rows: list[int] = []
-        for i, chunk in enumerate(chunks[crowd:], crowd):
+        for i, chunk in enumerate(chunks[decodes:], decodes):
             self._offsets[i] = at
             self._contexts[i] = chunk.end
             self._write(chunk, i, at)
@@ -72,7 +72,7 @@ class BatchBuilder:
             page_tables=tables,
             query_offsets=self._offsets[: len(chunks) + 1],
             context_lengths=self._contexts[: len(chunks)],
-            logit_rows=np.append(self._ramp[:crowd], np.array(logit_rows, dtype=np.int32)),
+            logit_rows=np.append(self._ramp[:decodes], np.array(logit_rows, dtype=np.int32)),
         )
 
     def forget(self, sequence: Sequence) -> None:
@@ -82,9 +82,9 @@ class BatchBuilder:
             self._written[row] = 0
             self._free_rows.append(row)
 
-    def _write_crowd(self, chunks: Seq[Chunk]) -> None:
-        """Lay out those who decode, all at once: a write into an array costs as much for a hundred
-        as for one.
+    def _write_decodes(self, chunks: Seq[Chunk]) -> None:
+        """Lay out the chunks of one token, all at once: writing a hundred numbers into an array
+        costs as much as writing one.
         """
         count = len(chunks)
         self._ids[:count] = [chunk.sequence.tokens[chunk.start] for chunk in chunks]
@@ -110,7 +110,7 @@ class BatchBuilder:
             if row is None:
                 row = self._row_of[sequence] = self._take_row()
             pages = len(sequence.table.pages)
-            # A table only grows, until a preemption starts it anew.
+            # A table only grows, unless a preemption has cleared it since.
             if self._written[row] < pages or self._life[row] != sequence.preemptions:
                 self._write_table(row, sequence)
             rows.append(row)

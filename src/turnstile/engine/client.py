@@ -74,14 +74,16 @@ class Stream(ABC):
 
     @abstractmethod
     def offer(self, taker: Callable[[Row], bool] | None) -> None:
-        """Offer each row to ``taker`` in the very moment it comes, while whoever iterates has had
-        all rows before it and waits. One that is not taken (False) is yielded, as all are with
-        None. ``taker`` must be quick and must not raise; it may cancel samples of this stream.
+        """Call ``taker`` with each row at the moment it comes, as long as the iterating task has
+        had all rows before it and waits. A row for which it returns False is yielded by the
+        iteration; None ends the offering, and all rows are. ``taker`` must be quick and must not
+        raise; it may cancel samples of this stream.
         """
 
     def pass_tokens(self, sample_index: int, taker: Callable[[int], bool]) -> None:  # noqa: B027
-        """Offer what says no more than a sample's next token to ``taker`` instead, until
-        :meth:`offer` is called again. A stream need not: as a row it means the same.
+        """Call ``taker`` instead with the token alone, where a row would say nothing but a
+        sample's next token, until :meth:`offer` is called again. A stream may ignore this and
+        offer the row.
         """
 
     @abstractmethod

@@ -32,7 +32,9 @@ _POLL = 0.02
 
 
 class Outlet:
-    """Where the draws of one sample go: to ``taker``, while its stream is idle and there is one."""
+    """Where the draws of one sample go: to ``taker`` if there is one and the stream is idle, else
+    into the stream as rows.
+    """
 
     __slots__ = ("index", "stream", "taker")
 
@@ -43,14 +45,15 @@ class Outlet:
 
 
 class JournaledStream(Stream):
-    """Rows as they are written into the journal. One wake-up a step, however many rows.
+    """The rows of a request, as they are written into its journal entry. Its reader wakes up once
+    a step, however many rows the step brought.
 
     Attributes
     ----------
     idle
-        Its reader has had all there was, and waits.
+        Its reader has read everything there was, and waits.
     numbers, outlets
-        What its samples are called in :class:`Draws`, and where those go.
+        The numbers of its samples in :class:`Draws`, and where their draws go.
     """
 
     def __init__(self, client: JournaledClient, entry: Entry) -> None:

@@ -97,8 +97,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def forgetful(self) -> bool:
-        """True where a draw depends on its logits and its place alone, and not on the outputs
-        before it by any other way: such draws can be made before those outputs are certain.
+        """True where a draw depends on nothing but its logits and its position. Penalties, grammars
+        and the like look at the outputs before it; without them a draw can be made while those
+        outputs are still guesses.
         """
         return (
             self.repetition_penalty == 1.0

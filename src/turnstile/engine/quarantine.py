@@ -73,7 +73,8 @@ class Quarantine:
         """The engine died in a step of ``members`` (none: outside of steps)."""
         if not members:
             return Verdict()
-        # Who got on well until now is less likely to be the one; but if all did, it is one of all.
+        # A request that has come through many steps is less likely to be guilty. If all of them
+        # have, nobody can be ruled out.
         young = [m for m in members if m.steps < CLEARING_STEPS] or list(members)
         again = [m for m in young if m.request_id in self._trial]
         if not again:

@@ -65,16 +65,16 @@ class Runner:
         batch = self._builder.build(plan)
         logits = self._decoder.forward(batch, self._kv)
         likeliest = self._sampler.likeliest(logits)
-        chunks, crowd = plan.chunks, plan.num_decodes
-        results = [ChunkResult((token,)) for token in likeliest.tokens[:crowd]]
-        results += [ChunkResult()] * (len(chunks) - crowd)
-        # Who decodes and wants the likeliest token has it: nearly everybody in a crowd.
+        chunks, decodes = plan.chunks, plan.num_decodes
+        results = [ChunkResult((token,)) for token in likeliest.tokens[:decodes]]
+        results += [ChunkResult()] * (len(chunks) - decodes)
+        # A greedy sequence in decode has its token already; `asking` are the chunks that need more.
         sound = likeliest.sound
         asking = [
-            i for i in range(crowd) if not (sound[i] and self._jobs[chunks[i].sequence].plain)
+            i for i in range(decodes) if not (sound[i] and self._jobs[chunks[i].sequence].plain)
         ]
-        ends = list(range(1, crowd + 1))
-        for i, chunk in enumerate(chunks[crowd:], crowd):
+        ends = list(range(1, decodes + 1))
+        for i, chunk in enumerate(chunks[decodes:], decodes):
             rows = num_logit_rows(chunk)
             end = (ends[-1] if ends else 0) + rows
             ends.append(end)
@@ -105,7 +105,7 @@ class Runner:
     ) -> ChunkResult:
         """What came of a chunk whose logits end before row ``end``, and whose draws are next."""
         draws = list(islice(drawn, chunk.samples))
-        if chunk.drafts:  # what came of a wrong guess, be it an error, is nobody's
+        if chunk.drafts:  # what was drawn after a wrong draft, an error too, does not count
             draws = draws[: accepted(chunk.drafts, [draw.token for draw in draws])]
         for draw in draws:
             if draw.error is not None:

@@ -90,7 +90,7 @@ def main() -> int:
         tell(Failed(setup.epoch, _explain(error)))
         return 1
     loop = make_loop(tell)
-    # What lives now lives until the end: spare the collector from looking at it at every turn.
+    # Everything allocated so far lives as long as the process: keep the collector from scanning it.
     gc.collect()
     gc.freeze()
     tell(info)

@@ -28,8 +28,9 @@ class TemplateError(TextError):
 
 
 CANNOT_FOLLOW = "The grammar cannot be followed: "
-"""How the message of a :class:`GrammarError` begins that only the real vocabulary brings out: it
-reaches the API process as the text of a row, and is the client's fault there too.
+"""Beginning of the message of a :class:`GrammarError` that shows only with the model's own
+vocabulary, in the engine. It comes to the API process as the error of a row; by this beginning it
+is told apart from faults of ours, and answered with 400.
 """
 
 

@@ -131,14 +131,14 @@ class TextStream:
 
     @property
     def passes(self) -> bool:
-        """Whether :meth:`pass_on` may be used: nothing is looked for in the text, nor told of its
-        tokens.
+        """Whether :meth:`pass_on` may be used: there are no stop strings to look for, and no
+        log-probabilities to report.
         """
         return self._matcher is None and not self._options.logprobs
 
     def pass_on(self, token_ids: Sequence[int]) -> str:
-        """:meth:`push` and :meth:`take_text` in one, for text that :attr:`passes`: what cannot be
-        held back needs no list to wait in.
+        """:meth:`push` and :meth:`take_text` in one, for text that :attr:`passes`. Nothing of it is
+        held back, so it need not go through the list of what is ready.
         """
         self.num_tokens += len(token_ids)
         push = self._detokenizer.push

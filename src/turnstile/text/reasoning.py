@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import Enum, auto
 
 from turnstile.text.tool_calls import Arguments, Begin, CallReader, Content
 
 OPEN, CLOSE = "<think>", "</think>"
-_SPACE_AT_END = re.compile(r"\s*\Z")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,17 +17,18 @@ from turnstile.text.errors import CANNOT_FOLLOW
 class Follower:
     """Takes the rows of a job as they come, until its last sample has ended.
 
-    There are two ways, and both end in :meth:`_take` and ``frames.step``. A row is *taken at once*
-    (:meth:`_take_at_once`) where nothing stands in its way: text and bytes are made in the turn of
-    the event loop that read the step's message, and are on their way before it ends. With a
-    hundred streams that saves a hundred task switches a step, each as dear as all the rest that a
-    token costs but the write itself. Last rows, and those of a client that does not keep up, *wait*
-    for the task in :meth:`run`, which may await the socket and may raise. Where a stream carries
-    text alone, its choices get a :class:`Passage` each once they have begun: nearly all rows take
-    that.
+    A row takes one of three ways:
 
-    Where the answer is streamed and ends as it should, its last piece is left to the caller, who
-    has something to send after it.
+    - *At once* (:meth:`_take_at_once`), in the turn of the event loop that read the step's message.
+      With a hundred streams this saves a hundred task switches a step, and a switch costs as much
+      as everything else a token costs except the write.
+    - Through a :class:`Passage`, at once as well, but with all preparations made: where a stream
+      carries text alone, once its choice has begun. Nearly all rows go this way.
+    - In the task of :meth:`run`, which may await the socket and may raise: last rows, and those for
+      a client that does not keep up.
+
+    The first and the last both end in :meth:`_take` and ``frames.step``. Where the answer is
+    streamed and ends as it should, its last piece is returned to the caller, who appends to it.
 
     Parameters
     ----------
@@ -111,7 +112,7 @@ class Follower:
         try:
             data = self._advance(choice, row, self._outbox.open())
         except Exception as error:
-            # This is the middle of a step that concerns others too: the task shall fail, not they.
+            # Called while a step's rows are handed out, to other requests too: raise in the task.
             self._fail(error)
             return False
         if frames is not None and direct is not None:

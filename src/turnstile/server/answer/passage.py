@@ -23,13 +23,13 @@ logger = logging.getLogger("turnstile.server")
 class Outbox:
     """What one step has for all streams, written and counted when the last of it is made.
 
-    A write costs more than all that comes before it, most of it in the kernel: the processor does
-    a hundred of them in a row faster than each between two stretches of Python, and a client that
-    reads many streams is woken once instead of a hundred times. And the tokens of a step come all
-    at once, nearly each as long after the one before as the others: they are observed together.
+    A write costs more than making its bytes, and most of that is in the kernel. A hundred writes in
+    a row are faster than a hundred with Python in between, and a client that reads many streams is
+    woken once instead of a hundred times. The inter-token latencies of a step are observed together
+    too: its tokens come at one moment, and most streams had their last one at one moment as well.
 
     It empties itself in the same turn of the event loop. Whoever writes to one of these streams
-    another way empties it first, so that the order stays right.
+    directly must call :meth:`flush` first, or the pieces change order.
 
     Attributes
     ----------
@@ -72,7 +72,7 @@ class Outbox:
             try:
                 direct.write(data)
             except Exception:
-                # Whatever is wrong with this connection, the others' pieces must get out.
+                # Whatever is wrong with this connection, the other pieces must be written.
                 logger.exception("A piece of a stream could not be written")
         if self.steady:
             self._metrics.itl.observe(now - self.before, self.steady)

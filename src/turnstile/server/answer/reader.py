@@ -22,9 +22,9 @@ QUEUE_CHARS = 16 * 2**20
 """Characters before the threads: one body of the default largest size, or hundreds of prompts."""
 LEAST_GIANT = 2**18
 GIANT_PER_TOKEN = 16
-"""Where nobody says otherwise, text that need not fit the context may be as long as the one, and
-as so many characters for each token of the context. So many digits, a token each, take 0.6 s of
-a processor; prose takes 0.13 s (SmolLM2).
+"""The default bound on text that need not fit the context (because it is cut, or only counted):
+``GIANT_PER_TOKEN`` characters for each token of the context, and at least ``LEAST_GIANT``. That
+many digits, which are a token each, take 0.6 s of a processor; prose takes 0.13 s (SmolLM2).
 """
 
 
