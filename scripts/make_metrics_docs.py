@@ -13,15 +13,17 @@ from turnstile.server.watch.series import GROUPS, Series  # noqa: E402
 TARGET = ROOT / "docs/metrics.md"
 HEAD = """# Metrics
 
-`GET /metrics` tells Prometheus (or OpenMetrics, where the scraper asks for it) what follows;
-every series is there at 0 from the start. With keys, scraping needs one (`authorization` in the
-scrape configuration). Most series are told again under the name they have in vLLM
-(`--metrics-compat none` leaves those out), with the labels `model_name` and `engine`.
+`GET /metrics` has the series below, in Prometheus' format, or in OpenMetrics' if the scraper asks
+for it. Every series is there from the start, at 0. If the server has keys, scraping needs one
+(`authorization` in the scrape configuration).
 
-Counters of the engine go on when its process is replaced. Histograms have vLLM's bounds, and
-finer ones below. Beside these there are `turnstile_build_info`, `turnstile_engine_info` and
-`vllm:cache_config_info` (facts as labels, always 1) and Prometheus' usual `process_*` of the API
-process. A [dashboard](../deploy/grafana/dashboard.json) and [alert
+Most series also appear under the name they have in vLLM (last column), with the labels `model_name`
+and `engine`, so that existing dashboards work. `--metrics-compat none` leaves those out.
+
+Counters of the engine keep their values when its process is replaced. Histograms have vLLM's
+buckets, and finer ones for short times. Besides these series there are `turnstile_build_info`,
+`turnstile_engine_info` and `vllm:cache_config_info` (facts as labels, always 1), and Prometheus'
+usual `process_*` of the API process. A [dashboard](../deploy/grafana/dashboard.json) and [alert
 rules](../deploy/prometheus/alerts.yml) come with Turnstile; [observability](observability.md)
 says what to do when one fires.
 
