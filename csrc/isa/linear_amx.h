@@ -27,6 +27,28 @@ INLINE void shape_tiles(int rows) {
   shape_tiles({above, above, below, below, above, below, panel, panel});
 }
 
+// Brings the panel that is probably multiplied next into the second-level cache, a share beside every product.
+// All quarters of it at once: the processor reads ahead of what is asked for, in every page of memory for itself,
+// and a core that asks for one line after the other gets two thirds of what it gets from four places.
+class NextPanel {
+ public:
+  // `shares` shares are all of it; none if there is no panel.
+  NextPanel(const uint8_t* panel, size_t bytes, int shares)
+      : at_(panel), quarter_(bytes / kPlaces), left_(panel ? quarter_ / kLine : 0), share_((left_ + shares - 1) / shares) {}
+
+  void share() {
+    for (int i = 0; i < share_ && left_ > 0; ++i, --left_, at_ += kLine)
+      for (int place = 0; place < kPlaces; ++place) __builtin_prefetch(at_ + place * quarter_, 0, 2);
+  }
+
+ private:
+  static constexpr int kPlaces = 4, kLine = 64;
+  const uint8_t* at_;      // in the first quarter
+  const size_t quarter_;   // bytes
+  int left_;               // lines of a quarter
+  const int share_;        // lines of a quarter
+};
+
 struct Int8Tiles {
   static constexpr bool exact_in_any_order = true;
 #define TURNSTILE_MULTIPLY(out, rows, panel) _tile_dpbusd(out, rows, panel)
@@ -48,10 +70,9 @@ INLINE bool fits_tiles(const LinearTask& task) {
 }
 
 // Panel by panel, and for each all rows, block by block: a panel stays in the first-level cache, which the
-// rows pass by, and while its blocks are multiplied the next panel is fetched into the second-level cache, a
-// share beside every tile. The rows of one block are finished between the tiles of the next, which use other
-// units of the processor; where they go is brought near a block before. What that does is in
-// docs/performance.md. All blocks have one height, so that the tiles keep their shape; the last block may
+// rows pass by, and while its blocks are multiplied the next panel is fetched. The rows of one block are finished
+// between the tiles of the next, which use other units of the processor; where they go is brought near a block
+// before. What that does is in docs/performance.md. All blocks have one height, so that the tiles keep their shape; the last block may
 // begin with rows of the block before, which are then computed twice and finished once.
 template <class Tiles, class Finisher>
 static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
@@ -62,7 +83,6 @@ static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
   const int height = (rows + row_blocks - 1) / row_blocks;
   const int tiles = weights.steps / kTile;                // of a panel, one below the other
   const int share = (height + tiles - 1) / tiles;         // rows finished beside one of them
-  const int fetched = (kTile * kStepBytes / 64 + row_blocks - 1) / row_blocks * 64;  // bytes beside one of them
   const size_t panel_bytes = static_cast<size_t>(weights.steps) * kStepBytes;
   // Some lines more than 4 KiB apart: a load takes a store at the same place of another 4 KiB for its own.
   alignas(64) int32_t raw[2][kAmxRows * kPanel + 5 * kTile];
@@ -76,24 +96,21 @@ static void linear_in_tiles(const LinearTask& task, Finisher finisher) {
   shape_tiles(height);
   for (int panel = task.first_panel; panel < task.last_panel; ++panel) {
     const uint8_t* data = weights.data + panel * panel_bytes;
-    const uint8_t* fetch = data + panel_bytes;  // this thread's next task is probably the next panel
-    const uint8_t* const end = panel + 1 < weights.panels ? fetch + panel_bytes : fetch;
+    NextPanel next(panel + 1 < weights.panels ? data + panel_bytes : nullptr, panel_bytes, 2 * tiles * row_blocks);
     for (int block = 0; block < row_blocks; ++block) {
       const int begin = task.first_row + block * height;
       const int first = begin + height <= task.last_row ? begin : task.last_row - height;
       const int last = first + height;
       const auto meanwhile = [&](int tile) {
-        const uint8_t* stop = fetch + fetched < end ? fetch + fetched : end;
-        for (; fetch < stop; fetch += 64) __builtin_prefetch(fetch, 0, 2);
         const int row = begin + tile * share;
         Finisher::expect(finisher, row, row + share < last ? row + share : last, panel);
         finish(share);
       };
       const uint8_t* input = task.input + static_cast<size_t>(first) * task.input_stride;
       if (height > kTile)
-        Tiles::template block<true>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
+        Tiles::template block<true>(input, task.input_stride, data, weights.steps, raw[parity], next, meanwhile);
       else
-        Tiles::template block<false>(input, task.input_stride, data, weights.steps, raw[parity], meanwhile);
+        Tiles::template block<false>(input, task.input_stride, data, weights.steps, raw[parity], next, meanwhile);
       before = {panel, first, begin, last};
       if (block == 0) Finisher::begin(finisher, panel);
       parity ^= 1;
