@@ -16,6 +16,7 @@ from turnstile.simulate.check import (
     Measured,
     Round,
     at_pace,
+    common_timings,
     right,
     simulate_all,
     simulate_run,
@@ -23,6 +24,7 @@ from turnstile.simulate.check import (
 )
 from turnstile.simulate.figures import Figures
 from turnstile.simulate.setup import Front
+from turnstile.simulate.timing import LinearTiming, StepWork
 
 SIZE = 30
 KNOWN = Calibration(
@@ -46,11 +48,11 @@ def measured() -> Measured:
             | {"turns_s": [0.01] * 5000}
             for name, earlier in before.items()
         }
-        rounds.append(Round(known, rate, runs, before))
+        rounds.append(Round(known, rate, runs, before, runs["W1"]))
     return Measured("2026-11-30 12:00", 2, SIZE, rounds)
 
 
-def test_each_round_is_simulated_with_what_its_own_w1_has_taught() -> None:
+def test_each_round_is_simulated_at_the_pace_of_its_own_w1() -> None:
     told: list[str] = []
     outcomes = simulate_all(measured(), told.append)
     assert told == ["simulating round 1 of 2", "simulating round 2 of 2"]
@@ -66,9 +68,22 @@ def test_each_round_is_simulated_with_what_its_own_w1_has_taught() -> None:
 def test_the_level_of_what_steps_cost_is_that_of_w1_whatever_pace_the_stairs_had() -> None:
     first, *_ = cases(SIZE, 20.0)
     real = simulate_run(first, KNOWN, [])
-    found = at_pace(KNOWN.scaled(1.3), first, real)
+    slower = real | {"busy_s": 1.2 * real["busy_s"]}
+    assert at_pace(KNOWN, first, [real, slower]).coefficients.alpha == pytest.approx(1.1 * 3e-3)
+    found = at_pace(KNOWN.scaled(1.3), first, [real])
     assert found.coefficients.alpha == pytest.approx(KNOWN.coefficients.alpha)
     assert found.coefficients.gamma == pytest.approx(KNOWN.coefficients.gamma)
+
+
+def test_what_small_steps_cost_beside_large_ones_is_learned_from_all_rounds() -> None:
+    whole = measured()
+    first, second = whole.rounds
+    off = replace(first.known, coefficients=replace(KNOWN.coefficients, alpha=5e-3))
+    ours, theirs = common_timings([replace(first, known=off), second])
+    step = StepWork(decodes=1, decode_context=1)
+    true, wrong = (LinearTiming(k.coefficients).seconds(step, 0) for k in (KNOWN, off))
+    assert ours.seconds(step, 0) == pytest.approx((true + wrong) / 2.0)
+    assert theirs.seconds(step, 0) == pytest.approx(true + wrong)
 
 
 def test_what_was_measured_survives_its_file(tmp_path: Path) -> None:
@@ -91,6 +106,7 @@ def test_the_table_shows_every_figure_and_counts_those_that_are_right() -> None:
     assert not right(outcomes)
     assert text.count("**off**") == 4  # the throughput of each
     assert "| | preemptions |" in text
+    assert "steps against those of the first: 1." in text
     assert "32 of 36 figures within what is allowed" in text
 
 

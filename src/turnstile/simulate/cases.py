@@ -15,6 +15,8 @@ from turnstile.simulate.load import Load, Tenant, from_workload
 
 SEED = 101
 """Of lengths and arrivals, real and simulated."""
+FIRST = "W1"
+"""The load that teaches what the others are simulated with."""
 KEYS = ("flooding-tenant", "quiet-tenant")
 """The tenants of the flood, by their keys."""
 
@@ -130,7 +132,7 @@ def cases(size: int, rate: float) -> list[Case]:
     long, question = Uniform(256, 512), Uniform(16, 64)
     behind = Workload("check", "", size, question, Fixed(32), users=100, prefix=512)
     return [
-        Case("W1", "100 users, chat lengths", (Stream(chat(size, users=100)),)),
+        Case(FIRST, "100 users, chat lengths", (Stream(chat(size, users=100)),)),
         Case(
             "Poisson",
             "chat lengths, at 80 % of what W1 got through",

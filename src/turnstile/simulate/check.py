@@ -1,8 +1,10 @@
 """Real runs against simulated ones: what was measured, the same simulated, and the table of both.
 
-The runs come in rounds: new servers, and every load once, W1 first. A round is simulated with what
-its own W1 has taught and nothing else; real medians over the rounds stand against simulated ones
-(:mod:`turnstile.simulate.verdict`). ``scripts/validate_simulator.py`` makes the real runs.
+The runs come in rounds: new servers, every load once, W1 first, and W1 once more at the end. All is
+simulated with what W1 has taught and nothing else: how steps compare with each other by the W1 of
+all rounds, and how long they take by the two of the round. Real medians over the rounds stand
+against simulated ones (:mod:`turnstile.simulate.verdict`). ``scripts/validate_simulator.py`` makes
+the real runs.
 """
 
 from __future__ import annotations
@@ -15,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from turnstile.simulate.calibrate import Calibration, calibrated
-from turnstile.simulate.cases import Case, cases
+from turnstile.simulate.cases import FIRST, Case, cases
 from turnstile.simulate.figures import Figures, measure
 from turnstile.simulate.run import Plant, play
-from turnstile.simulate.timing import RecordedTiming
-from turnstile.simulate.verdict import Verdict, pace_of, values, verdicts
+from turnstile.simulate.timing import MeanTiming, RecordedTiming, StepTiming
+from turnstile.simulate.verdict import Verdict, mean_step, pace_of, values, verdicts
 
-FORMAT = "turnstile-simulator-check-3"
+FORMAT = "turnstile-simulator-check-4"
 
 
 class CheckError(ValueError):
@@ -30,12 +32,13 @@ class CheckError(ValueError):
 
 @dataclass(frozen=True)
 class Round:
-    """Every load once, one after another.
+    """Every load once, one after another, and W1 again.
 
     Attributes
     ----------
     known
-        What W1 has taught of the machine, in this round.
+        What W1 has taught of the machine, in this round: what steps cost is the server's fit after
+        the first W1, at the pace of both.
     rate
         Of the Poisson arrivals: 80 % of what this W1 got through.
     runs
@@ -43,12 +46,15 @@ class Round:
         it had, the seconds of each step (``turns_s``) and of all of them (``busy_s``).
     before
         The cases that each run's server had had before, by the name of its case.
+    again
+        Figures of the second W1, after all other loads.
     """
 
     known: Calibration
     rate: float
     runs: dict[str, Figures]
     before: dict[str, list[str]]
+    again: Figures
 
 
 @dataclass(frozen=True)
@@ -102,9 +108,10 @@ class Outcome:
 
 
 def simulate_all(measured: Measured, tell: Callable[[str], None]) -> list[Outcome]:
-    """Every run once more, each round with what its own W1 has taught."""
+    """Every run once more, at the pace that W1 had in its round."""
     outcomes: dict[str, Outcome] = {}
-    for number, each in enumerate(measured.rounds, start=1):
+    timings = common_timings(measured.rounds)
+    for number, (each, timing) in enumerate(zip(measured.rounds, timings, strict=True), start=1):
         tell(f"simulating round {number} of {len(measured.rounds)}")
         planned = {case.name: case for case in cases(measured.requests, each.rate)}
         for name, case in planned.items():
@@ -114,27 +121,52 @@ def simulate_all(measured: Measured, tell: Callable[[str], None]) -> list[Outcom
             outcome = outcomes.setdefault(name, Outcome(case))
             before = [planned[b] for b in each.before[name]]
             outcome.real.append(real)
-            outcome.simulated.append(simulate_run(case, each.known, before))
-            outcome.told.append(simulate_run(case, each.known, before, real["turns_s"]))
+            outcome.simulated.append(simulate_run(case, each.known, before, timing))
+            recorded = RecordedTiming(real["turns_s"], timing)
+            outcome.told.append(simulate_run(case, each.known, before, recorded))
     return list(outcomes.values())
 
 
-def at_pace(known: Calibration, first: Case, real: Figures) -> Calibration:
+def at_pace(known: Calibration, first: Case, real: Seq[Figures]) -> Calibration:
     """The machine with all its steps longer or shorter by one factor, so that those of W1 take as
-    long in the mean as they did: the server's fit also has the pace of the stairs before it in it.
+    long in the mean as they did in these runs: the server's fit also has the pace of the stairs
+    before it in it.
     """
-    return known.scaled(pace_of(real, simulate_run(first, known, [])))
+    return known.scaled(pace_of(_together(real), simulate_run(first, known, [])))
+
+
+def common_timings(rounds: Seq[Round]) -> list[StepTiming]:
+    """What steps take in each round: how they compare with each other is the machine's, and learned
+    from all rounds; how fast it was is the round's.
+
+    One W1 has a second or two of small steps, and the machine's pace in those would count as what
+    small steps cost.
+    """
+    steps = [mean_step(_together([each.runs[FIRST], each.again])) for each in rounds]
+    fits = [each.known.coefficients for each in rounds]
+    return [
+        MeanTiming(
+            tuple(fit.scaled(own / theirs) for fit, theirs in zip(fits, steps, strict=True)),
+            each.known.coefficients,
+        )
+        for each, own in zip(rounds, steps, strict=True)
+    ]
+
+
+def _together(runs: Seq[Figures]) -> Figures:
+    """The steps of several runs."""
+    return {name: sum(run[name] for run in runs) for name in ("busy_s", "steps")}
 
 
 def simulate_run(
-    case: Case, known: Calibration, before: Seq[Case], turns: Seq[float] | None = None
+    case: Case, known: Calibration, before: Seq[Case], timing: StepTiming | None = None
 ) -> Figures:
-    """Figures of a case on the machine that is known; or whose steps take these seconds."""
+    """Figures of a case on the machine that is known; or on one whose steps take so long."""
     setup = replace(calibrated(known), past_outputs=case.answers_before(before))
     if case.num_pages is not None:
         setup = replace(setup, num_pages=case.num_pages)
-    if turns is not None:
-        setup = replace(setup, timing=RecordedTiming(turns, setup.timing))
+    if timing is not None:
+        setup = replace(setup, timing=timing)
     load = case.load()
     history = play(Plant(setup), load)
     figures = measure(history, load, setup.num_pages, None)
@@ -165,7 +197,13 @@ def table(outcomes: Seq[Outcome], measured: Measured) -> str:
             lines.append(f"| | {counted} | {_told(real)} | {_told(ours)} | | | |")
         paces = map(pace_of, outcome.real, outcome.simulated)
         lines.append(f"| | pace of the steps | {_told(paces)} | 1 | | | |")
+    again = _told(_pace_again(each) for each in measured.rounds)
+    lines += ["", f"{FIRST} at the end of a round, steps against those of the first: {again}."]
     return "\n".join([*lines, "", _sum_up(outcomes)]) + "\n"
+
+
+def _pace_again(each: Round) -> float:
+    return pace_of(each.again, each.runs[FIRST])
 
 
 def _sum_up(outcomes: Seq[Outcome]) -> str:

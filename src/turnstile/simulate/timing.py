@@ -90,6 +90,20 @@ class LinearTiming:
 
 
 @dataclass(frozen=True, slots=True)
+class MeanTiming:
+    """The mean of several linear models: of one machine, learned at several times. ``coefficients``
+    is the one that a scheduler on it goes by.
+    """
+
+    models: tuple[Coefficients, ...]
+    coefficients: Coefficients
+
+    def seconds(self, work: StepWork, step: int) -> float:
+        cost = work.cost
+        return sum(model.predict(cost) for model in self.models) / len(self.models)
+
+
+@dataclass(frozen=True, slots=True)
 class RecordedTiming:
     """Steps take as long as they did in a real run, one after the other: to tell what is wrong
     besides. What comes after the last of them takes as long as another timing says.

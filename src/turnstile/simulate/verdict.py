@@ -80,6 +80,10 @@ def values(runs: Seq[Figures], path: tuple[str, ...]) -> tuple[float, ...]:
 
 def pace_of(real: Figures, simulated: Figures) -> float:
     """How many times as long as a simulated step a real one took, in the mean."""
-    theirs: float = real["busy_s"] / real["steps"]
-    ours: float = simulated["busy_s"] / simulated["steps"]
-    return theirs / ours
+    return mean_step(real) / mean_step(simulated)
+
+
+def mean_step(figures: Figures) -> float:
+    """Seconds of a step in the mean, from the end of the one before."""
+    seconds: float = figures["busy_s"] / figures["steps"]
+    return seconds
