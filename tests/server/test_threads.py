@@ -51,10 +51,10 @@ class Busy:
         await until(lambda: self.threads.inside == self.number and not self.threads.waiting)
         return tasks
 
-    async def queue(self, name: str, weight: int, tenant: Tenant) -> asyncio.Task[None]:
+    async def queue(self, name: str, size: int, tenant: Tenant) -> asyncio.Task[None]:
         """Let ``name`` wait in the queue; where it is done, it is in :attr:`done`."""
         before = self.threads.waiting
-        work = self.threads.run(weight, lambda: self.done.append(name), tenant)
+        work = self.threads.run(size, lambda: self.done.append(name), tenant)
         task = asyncio.create_task(work)
         await until(lambda: self.threads.waiting == before + 1)
         return task
@@ -135,7 +135,7 @@ def test_work_that_fails_gives_its_place_back() -> None:
         ([(A, 6)] * 3 + [(Tenant("B", weight=3.0), 6)] * 4, "A0 B3 B4 B5 A1 B6 A2"),
         ([(A, 1), (B, 1), (C, 1), (A, 1), (B, 1)], "A0 B1 C2 A3 B4"),
     ],
-    ids=["equal turns", "by weight and not by number", "by a tenant's weight", "three"],
+    ids=["equal turns", "by size and not by number", "by a tenant's weight", "three"],
 )
 def test_next_is_the_tenant_that_was_served_least(
     pieces: list[tuple[Tenant, int]], order: str
@@ -143,9 +143,9 @@ def test_next_is_the_tenant_that_was_served_least(
     async def test() -> None:
         busy = Busy()
         tasks = list(await busy.start())
-        for place, (tenant, weight) in enumerate(pieces):
+        for place, (tenant, size) in enumerate(pieces):
             name = f"{tenant.name.upper()}{place}"
-            tasks.append(await busy.queue(name, weight, tenant))  # type: ignore[arg-type]
+            tasks.append(await busy.queue(name, size, tenant))  # type: ignore[arg-type]
         busy.end.set()
         await asyncio.gather(*tasks)
         assert busy.done == order.split()
@@ -163,9 +163,9 @@ def test_a_tenant_that_comes_back_has_saved_up_nothing_and_escapes_nothing() -> 
             gates[name].wait(60)
             done.append(name)
 
-        async def ask(name: str, weight: int, tenant: Tenant) -> asyncio.Task[None]:
+        async def ask(name: str, size: int, tenant: Tenant) -> asyncio.Task[None]:
             gates[name] = threading.Event()
-            task = asyncio.create_task(threads.run(weight, lambda: work(name), tenant))
+            task = asyncio.create_task(threads.run(size, lambda: work(name), tenant))
             await asyncio.sleep(0)
             return task
 

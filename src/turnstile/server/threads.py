@@ -30,7 +30,7 @@ class _Job:
     """A piece of work. ``work`` is None once it has begun, or never will."""
 
     number: int
-    weight: int
+    size: int
     line: _Line
     work: Callable[[], Any] | None
     future: Future[Any] = field(default_factory=Future)
@@ -50,7 +50,7 @@ class _Line:
 
     @property
     def greed(self) -> float:
-        """Weight that waits, for each unit of the tenant's own."""
+        """Size of all that waits, divided by the tenant's weight."""
         return self.waiting / self.tenant.weight
 
     def newest(self) -> _Job:
@@ -63,7 +63,7 @@ class Threads:
     """A few threads of one purpose, and before them a bounded queue in which tenants take turns.
 
     Next is the oldest piece of the tenant that was served least: start-time fair queueing (Goyal,
-    Vin, Cheng, 1996) over the weight of the work divided by the tenant's weight. Nothing can be
+    Vin, Cheng, 1996) over the size of the work divided by the tenant's weight. Nothing can be
     taken away from a thread, so heavy work of one tenant gets at most all threads but one. In a
     full queue the newest piece of whoever has most waiting makes room: no tenant can keep the
     others out.
@@ -78,10 +78,10 @@ class Threads:
     number
         How many there are.
     most
-        Weight of all work that is inside, waiting or running. Heavier work is still taken where
+        Size of all work that is inside, waiting or running. A larger piece is still taken where
         it is alone.
     heavy
-        Weight from which on work is heavy.
+        Size from which on a piece of work is heavy.
     what
         What the queue is full of, for the refusal.
     """
@@ -99,12 +99,12 @@ class Threads:
         """What the tenant had been served whose turn came last: newcomers begin there."""
         self._inside = 0
         self._busy = 0
-        self._spent_seconds = self._spent_weight = 0.0
+        self._spent_seconds = self._spent_size = 0.0
         self.refused = 0
 
     @property
     def inside(self) -> int:
-        """Weight of the work that waits or runs."""
+        """Size of the work that waits or runs."""
         return self._inside
 
     @property
@@ -112,8 +112,9 @@ class Threads:
         """How many pieces of work wait."""
         return sum(len(line.light) + len(line.heavy) for line in list(self._lines.values()))
 
-    async def run(self, weight: int, work: Callable[[], T], tenant: Tenant) -> T:
-        """Do ``work`` in a thread, when it is the tenant's turn. Where the caller is cancelled,
+    async def run(self, size: int, work: Callable[[], T], tenant: Tenant) -> T:
+        """Do ``work`` in a thread, when it is the tenant's turn. ``size`` is how much it is, in
+        whatever unit these threads count in (characters, say). Where the caller is cancelled,
         work that has not begun is dropped at once, with what it holds; work that has begun ends
         in its own time.
 
@@ -123,14 +124,14 @@ class Threads:
         with self._lock:
             line = self._lines.get(tenant.name) or _Line(tenant, self._turn)
             line.tenant = tenant  # its weight may have changed
-            evicted = self._make_room(line, weight)
-            job = _Job(next(self._numbers), weight, line, work)
+            evicted = self._make_room(line, size)
+            job = _Job(next(self._numbers), size, line, work)
             self._enter(job)
             starts = self._busy < self._number
             self._busy += starts
         job.future.add_done_callback(lambda _: self._leave(job))
         for other in evicted:
-            other.future.set_exception(self._overloaded(other.weight))
+            other.future.set_exception(self._overloaded(other.size))
         if starts:
             self._executor.submit(self._serve)
         return await asyncio.wrap_future(job.future)
@@ -142,30 +143,32 @@ class Threads:
         if not line.inside:
             line.served = max(line.served, self._turn)
         self._lines[line.tenant.name] = line
-        self._jobs_of(line, job.weight)[job] = None
-        line.waiting += job.weight
-        line.inside += job.weight
-        self._inside += job.weight
+        self._jobs_of(line, job.size)[job] = None
+        line.waiting += job.size
+        line.inside += job.size
+        self._inside += job.size
 
-    def _jobs_of(self, line: _Line, weight: int) -> dict[_Job, None]:
-        return line.heavy if weight >= self._heavy else line.light
+    def _jobs_of(self, line: _Line, size: int) -> dict[_Job, None]:
+        return line.heavy if size >= self._heavy else line.light
 
-    def _make_room(self, newcomer: _Line, weight: int) -> list[_Job]:
-        """Take out of the queue what has to go for ``weight`` to fit. Raises :class:`ApiError` 503
-        where that would be the newcomer's: then nobody goes.
+    def _make_room(self, newcomer: _Line, size: int) -> list[_Job]:
+        """Take out of the queue what has to go for ``size`` more to fit.
+
+        Raises :class:`ApiError` 503 where it is the newcomer's that would have to go; all others
+        then stay.
         """
-        if not self._inside or self._inside + weight <= self._most:
+        if not self._inside or self._inside + size <= self._most:
             return []
-        greed = (newcomer.waiting + weight) / newcomer.tenant.weight
+        greed = (newcomer.waiting + size) / newcomer.tenant.weight
         others = [line for line in self._lines.values() if line is not newcomer and line.waiting]
         leaving: list[_Job] = []
-        while self._inside + weight > self._most:
+        while self._inside + size > self._most:
             greediest = max(others, key=lambda line: line.greed, default=None)
             if greediest is None or greediest.greed <= greed:
                 for job in reversed(leaving):
                     self._put_back(job)
                 self.refused += 1
-                raise self._overloaded(weight)
+                raise self._overloaded(size)
             job = greediest.newest()
             self._take_out(job)
             leaving.append(job)
@@ -175,21 +178,21 @@ class Threads:
         return leaving
 
     def _take_out(self, job: _Job) -> None:
-        del self._jobs_of(job.line, job.weight)[job]
-        job.line.waiting -= job.weight
-        job.line.inside -= job.weight
-        self._inside -= job.weight
+        del self._jobs_of(job.line, job.size)[job]
+        job.line.waiting -= job.size
+        job.line.inside -= job.size
+        self._inside -= job.size
 
     def _put_back(self, job: _Job) -> None:
-        self._jobs_of(job.line, job.weight)[job] = None  # it was the newest, and is again
-        job.line.waiting += job.weight
-        job.line.inside += job.weight
-        self._inside += job.weight
+        self._jobs_of(job.line, job.size)[job] = None  # it was the newest, and is again
+        job.line.waiting += job.size
+        job.line.inside += job.size
+        self._inside += job.size
 
     def _leave(self, job: _Job) -> None:
         """The caller has gone, or the work is done: called once for each piece."""
         with self._lock:
-            if job in self._jobs_of(job.line, job.weight):
+            if job in self._jobs_of(job.line, job.size):
                 self._take_out(job)
                 job.work = None
             self._forget(job.line)
@@ -233,12 +236,12 @@ class Threads:
                 return None, None
             job = min(heads, key=lambda head: head.line.served)
             line = job.line
-            del self._jobs_of(line, job.weight)[job]
-            line.waiting -= job.weight
-            line.heavy_running += job.weight >= self._heavy
+            del self._jobs_of(line, job.size)[job]
+            line.waiting -= job.size
+            line.heavy_running += job.size >= self._heavy
             work, job.work = job.work, None
             self._turn = line.served
-            line.served += job.weight / line.tenant.weight
+            line.served += job.size / line.tenant.weight
             if job.future.set_running_or_notify_cancel():
                 return job, work
             self._account(job, 0.0)  # it was cancelled in this moment
@@ -254,18 +257,18 @@ class Threads:
     def _account(self, job: _Job, seconds: float) -> None:
         """A piece that was running has ended."""
         line = job.line
-        line.heavy_running -= job.weight >= self._heavy
-        line.inside -= job.weight
-        self._inside -= job.weight
+        line.heavy_running -= job.size >= self._heavy
+        line.inside -= job.size
+        self._inside -= job.size
         self._spent_seconds = _MEMORY * self._spent_seconds + seconds
-        self._spent_weight = _MEMORY * self._spent_weight + job.weight
+        self._spent_size = _MEMORY * self._spent_size + job.size
 
-    def _overloaded(self, weight: int) -> ApiError:
+    def _overloaded(self, size: int) -> ApiError:
         """503, with the time in which the threads make that much room."""
         seconds = 0.0
-        if self._spent_weight:
-            needed = max(0, min(weight, self._most) + self._inside - self._most)
-            seconds = needed * self._spent_seconds / self._spent_weight / self._number
+        if self._spent_size:
+            needed = max(0, min(size, self._most) + self._inside - self._most)
+            seconds = needed * self._spent_seconds / self._spent_size / self._number
         return ApiError(
             503,
             f"Too many {self._what} are waiting. Try again in a moment.",

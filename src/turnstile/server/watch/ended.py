@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from turnstile.server.answer.usage import Record
 from turnstile.server.watch.histogram import ITL_BOUNDS, LATENCY_BOUNDS, Histogram, token_bounds
 from turnstile.server.watch.trails import Part, RequestTrail
@@ -96,28 +98,37 @@ class EndedRequests:
         )
 
 
+Use = Literal["requests", "prompt_tokens", "output_tokens", "queue_seconds"]
+
+
 class TenantBooks:
-    """Prompt tokens, output tokens, requests and seconds in the queue, by tenant. So many tenants
-    have a page of their own; what the others use is written on one.
-    """
+    """What tenants have used: a page for each of the first ``MAX_TENANTS``, one for all others."""
 
     def __init__(self) -> None:
-        self._pages: dict[str, list[float]] = {OTHER_TENANTS: [0.0] * 4}
+        self._pages: dict[str, dict[Use, float]] = {OTHER_TENANTS: _blank_page()}
 
     def copy(self) -> TenantBooks:
-        """The same again, to go on in."""
+        """Books with the same entries, in which more can be booked without changing these."""
         books = TenantBooks()
-        books._pages = {name: list(page) for name, page in self._pages.items()}
+        books._pages = {tenant: page.copy() for tenant, page in self._pages.items()}
         return books
 
-    def book(self, tenant: str, prompt: int, output: int, queued: float = 0.0) -> None:
+    def book(
+        self, tenant: str, prompt_tokens: int, output_tokens: int, queue_seconds: float = 0.0
+    ) -> None:
         """Write down a request."""
         if tenant not in self._pages and len(self._pages) > MAX_TENANTS:
             tenant = OTHER_TENANTS
-        page = self._pages.setdefault(tenant, [0.0] * 4)
-        for place, value in enumerate((prompt, output, 1, queued)):
-            page[place] += value
+        page = self._pages.setdefault(tenant, _blank_page())
+        page["requests"] += 1
+        page["prompt_tokens"] += prompt_tokens
+        page["output_tokens"] += output_tokens
+        page["queue_seconds"] += queue_seconds
 
-    def column(self, place: int) -> dict[str, float]:
-        """Of each tenant prompt tokens (0), output tokens (1), requests (2), or seconds (3)."""
-        return {name: page[place] for name, page in self._pages.items()}
+    def column(self, use: Use) -> dict[str, float]:
+        """How much of one thing each tenant has used."""
+        return {tenant: page[use] for tenant, page in self._pages.items()}
+
+
+def _blank_page() -> dict[Use, float]:
+    return {"requests": 0.0, "prompt_tokens": 0.0, "output_tokens": 0.0, "queue_seconds": 0.0}

@@ -20,7 +20,7 @@ from turnstile.server.answer.usage import Record
 from turnstile.server.gate import Gate
 from turnstile.server.model import ServedModel
 from turnstile.server.threads import Threads
-from turnstile.server.watch.ended import EndedRequests
+from turnstile.server.watch.ended import EndedRequests, Use
 from turnstile.server.watch.histogram import ITL_BOUNDS, TTFT_BOUNDS, Histogram
 from turnstile.server.watch.trails import RequestLog, RequestTrail
 from turnstile.text.sections import SectionCache
@@ -217,13 +217,13 @@ class Metrics:
         """A request that was let in has ended, and all is known of it."""
         self.ended.closed(trail)
 
-    def by_tenant(self, place: int) -> dict[str, float]:
-        """Prompt tokens (0), output tokens (1), requests (2), or seconds in the queue (3; of those
-        that ended) by tenant, those alive included.
+    def by_tenant(self, use: Use) -> dict[str, float]:
+        """How much of one thing each tenant has used, by requests that are alive too (their seconds
+        in the queue are booked when they end).
         """
         books = self.ended.tenants.copy()
         for trail in self.requests.alive():
             record = trail.record
             if record is not None:
                 books.book(trail.tenant, record.num_prompt, record.num_output)
-        return books.column(place)
+        return books.column(use)

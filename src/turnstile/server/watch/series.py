@@ -16,6 +16,7 @@ from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
 from turnstile.engine.protocol import FittedCost
 from turnstile.server.gate import REASONS, Gate
+from turnstile.server.watch.ended import Use
 from turnstile.server.watch.histogram import Histogram
 from turnstile.server.watch.metrics import OUTCOMES, Metrics
 from turnstile.server.watch.trails import Part
@@ -155,8 +156,8 @@ def _parts(metrics: Metrics) -> Labelled:
     return {str(part): seconds for part, seconds in metrics.ended.part_seconds.items()}
 
 
-def _by_tenant(place: int) -> Callable[[Metrics], Labelled]:
-    return lambda metrics: metrics.by_tenant(place)
+def _by_tenant(use: Use) -> Callable[[Metrics], Labelled]:
+    return lambda metrics: metrics.by_tenant(use)
 
 
 def _engine_memory(metrics: Metrics) -> float:
@@ -330,14 +331,14 @@ GROUPS: dict[str, tuple[Series, ...]] = {
     "Tenants": (
         Series(kind="counter", name="tenant_requests",
                help="Requests let in, by tenant; beyond 100 tenants the rest are `_other`.",
-               read=_by_tenant(2), label="tenant"),
+               read=_by_tenant("requests"), label="tenant"),
         Series(kind="counter", name="tenant_prompt_tokens", help="Their prompt tokens.",
-               read=_by_tenant(0), label="tenant"),
+               read=_by_tenant("prompt_tokens"), label="tenant"),
         Series(kind="counter", name="tenant_generated_tokens", help="Tokens given to them.",
-               read=_by_tenant(1), label="tenant"),
+               read=_by_tenant("output_tokens"), label="tenant"),
         Series(kind="counter", name="tenant_queue_seconds",
                help="Time that their requests, once ended, had waited for a first slot.",
-               read=_by_tenant(3), label="tenant"),
+               read=_by_tenant("queue_seconds"), label="tenant"),
     ),
     "Requests": (
         Series(kind="counter", name="requests",
