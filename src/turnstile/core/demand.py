@@ -1,8 +1,8 @@
 """What tenants ask for, a second: who of those not here yet will be served before a newcomer.
 
 A fair queue lets the least served go first, whenever they come. A tenant that asks for less than
-its share never waits long, and whoever waits behind a long queue of his own is overtaken by all
-that it is still going to ask for.
+its share never waits long; a request behind a long queue of its own tenant is overtaken by all that
+such a tenant is still going to ask for.
 """
 
 from __future__ import annotations

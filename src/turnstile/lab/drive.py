@@ -179,7 +179,7 @@ class Run:
 
 
 def percentile(values: Iterable[float], percent: float) -> float | None:
-    """Linear between ranks, as numpy has it; None of nothing."""
+    """Percentile, linear between ranks as numpy's; None where there are no values."""
     listed = list(values)
     return float(np.percentile(listed, percent)) if listed else None
 
@@ -247,7 +247,7 @@ def drive(
     by_steps
         Requests arrive at numbers of steps; else at seconds.
     seconds
-        Which seconds are written down, and gone by.
+        Which seconds are written down, and (unless ``by_steps``) decide when requests arrive.
 
     Raises
     ------

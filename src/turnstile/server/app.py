@@ -114,10 +114,12 @@ class App:
             await self._refuse(exchange, self._known(exchange, error))
 
     def _refuse_rebound_page(self, exchange: Exchange, origin: bytes | None) -> None:
-        """Without keys nothing but the name it asks for tells a page of ours from one whose name
-        was rebound to this machine. Browsers say whose page asks, but not where it only reads from
-        what they take for its own server: who reads must name this server as it is known. What
-        posts without an ``Origin`` is a program, and may use any name.
+        """Refuse a page whose name was rebound to this machine (DNS rebinding), where no key would
+        stop it.
+
+        A browser sends ``Origin`` with a page's requests, except when the page reads from what the
+        browser takes for its own server. So a read without ``Origin`` must have a ``Host`` that
+        means this server. A POST without ``Origin`` comes from a program, and may use any name.
         """
         if len(self.service.keys) or not self._on_loopback:
             return

@@ -39,9 +39,10 @@ MOST_FILES = 1 << 16
 """Open files that the server allows itself, where the system does."""
 
 YOUNG_OBJECTS = 20_000
-"""Objects made since the last collection that bring on the next one. Python's 700 are one step of a
-hundred streams, and each tenth collection looks at all requests that are alive: every stream waits
-for it. What is dropped here goes with its last reference; cycles are rare, and can wait.
+"""Objects allocated, less those freed, that start a garbage collection. Python's default of 700 is
+reached in one step of a hundred streams, and its older generations hold everything about the live
+requests: all streams wait while those are scanned. Nearly everything here is freed by its reference
+count; cycles are rare, and can wait.
 """
 _POLL = 0.05
 _WATCH = 1.0

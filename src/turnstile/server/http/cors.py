@@ -57,8 +57,8 @@ class Cors:
 def names_loopback(host: bytes) -> bool:
     """Whether a ``Host`` means this machine wherever it is resolved: an address, or localhost.
 
-    Any other name may be an attacker's, pointed at 127.0.0.1 after his page was loaded from it:
-    the browser then takes this server for that page's own (DNS rebinding).
+    Any other name may belong to an attacker who points it at 127.0.0.1 after a browser has loaded a
+    page from it: the browser then takes this server for the one the page came from (DNS rebinding).
     """
     name = host.decode("latin-1").lower()
     name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]

@@ -13,10 +13,10 @@ DIRECT = "turnstile.direct"
 class Direct:
     """The way around ASGI's ``receive`` and ``send`` where they would not wait.
 
-    Both are coroutines that take or make a dictionary. To read a body that is there already, to
-    hear that the client has left, and to write a piece to one that reads takes a task or a timer,
-    a switch to it and back, and all their objects; without them each is a line or two. Whatever
-    would wait goes through ASGI, which does the same.
+    Both are coroutines that pass dictionaries. Through them, reading a body that has arrived,
+    noticing that the client has left and writing to a client that reads each cost a task or a timer
+    and a switch to it and back. Here each is a line or two. Whatever has to wait still goes through
+    ASGI; the bytes on the wire are the same.
 
     Attributes
     ----------
@@ -36,8 +36,8 @@ class Direct:
     # -- the request --------------------------------------------------------------------------
 
     def take_body(self) -> bytes | None:
-        """The whole body, where it has come; None where some of it, or a word to the client that
-        waits for one, is still missing.
+        """The whole body, if all of it has arrived; None if not, or if the client waits for a
+        ``100 Continue`` before it sends any.
         """
         cycle = self._cycle
         if cycle.more_body or cycle.waiting_for_100_continue or cycle.disconnected:
@@ -47,13 +47,14 @@ class Direct:
         return body
 
     def when_lost(self, call: Callable[[], object] | None) -> None:
-        """Call this once when the client goes away before its answer is complete; at once where it
-        has. None: nobody wants to know any more.
+        """Call ``call`` once when the client goes away before its answer is complete (at once, if
+        it has gone already). None withdraws the wish.
         """
         self._on_lost = call
         if call is None:
             return
-        # The last piece of a large body stops the reading, and who is not read is not missed.
+        # uvicorn pauses reading when a large body fills its buffer, and while reading is paused the
+        # end of the connection is not noticed.
         self._cycle.flow.resume_reading()
         if self._cycle.disconnected:
             self.lost()
@@ -68,7 +69,9 @@ class Direct:
     # -- the answer ---------------------------------------------------------------------------
 
     def update(self) -> None:
-        """See whether it is :attr:`ready`: the answer began, or the client reads or does not."""
+        """Set :attr:`ready` anew: the answer has begun, or the client has stopped or resumed
+        reading.
+        """
         cycle = self._cycle
         self.ready = (
             cycle.chunked_encoding is True
@@ -79,8 +82,8 @@ class Direct:
         )
 
     def write(self, data: bytes) -> None:
-        """Send a piece, not an empty one: byte for byte what ``send`` would write. It does nothing
-        where the answer has ended, or the client gone, since :attr:`ready` was looked at.
+        """Send a piece, which must not be empty, as the bytes that ``send`` would write. Does
+        nothing if the answer has ended or the client has gone since :attr:`ready` was read.
         """
         cycle = self._cycle
         if not (cycle.disconnected or cycle.response_complete):

@@ -127,8 +127,9 @@ class Exchange:
             before a byte is read, or counted), 408 for a client that is too slow, 503 where
             other uploads have taken the memory.
 
-        Its bytes count as held until :meth:`release_body`, which the end of the exchange calls:
-        what is read waits for a thread next, and must not make room for more meanwhile.
+        Its bytes count as held until :meth:`release_body`, which the end of the exchange calls at
+        the latest. A body that has been read waits for a thread next; if it stopped counting
+        already, more bodies could be read into memory meanwhile.
         """
         coding = self.header(b"content-encoding")
         if coding not in (None, b"", b"identity"):
@@ -228,7 +229,7 @@ class Exchange:
             head = [(b"content-type", content_type), (b"content-length", b"%d" % len(body))]
         head += headers or []
         if self._waits_to_send:
-            # Whether the body still comes is the client's choice: what follows could be either.
+            # The client may send its body or not: what follows could be the body or a new request.
             head.append((b"connection", b"close"))
         elif status >= 400 and self._closes:
             await self._discard_body()

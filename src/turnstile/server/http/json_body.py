@@ -62,18 +62,20 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def _what_is_wrong(body: bytes, said: str) -> str:
-    """What the parser says of a body that is no JSON, but where that would mislead."""
+    """What to say of a body that is no JSON: the parser's words, unless they mislead."""
     if not body.strip():
         return "it is empty"
-    # The parser waits for the other half, and calls a body that ends before it truncated.
+    # The parser calls a body that ends with the first half of a surrogate pair truncated.
     if "truncated" in said and _HALF_A_PAIR.search(body[-64:]):
         return "near its end is half of a surrogate pair, as of a text cut within a character"
     return said
 
 
 def _check_counts(body: bytes) -> None:
-    """Raise :class:`ApiError` 400 for too many values. Brackets, colons and commas in texts are
-    none, but only where there are many it is worth the time to tell which are.
+    """Raise :class:`ApiError` 400 for too many values.
+
+    Counting all brackets, colons and commas is fast, but counts those inside of strings too. Only
+    a body that has too many by that count is scanned for the strings.
     """
     few = body.count(b"[") + body.count(b"{") <= MAX_CONTAINERS
     if few and body.count(b":") <= MAX_KEYS and body.count(b",") <= MAX_VALUES:
@@ -81,7 +83,7 @@ def _check_counts(body: bytes) -> None:
     containers = 0
     for seen, match in enumerate(_STRING_OR_SIGN.finditer(body), start=1):
         containers += body[match.start()] in b"[{"
-        # All signs and texts together are bounded as well, so that this loop ends soon.
+        # Brackets and strings together are bounded as well, so that this loop ends soon.
         if containers > MAX_CONTAINERS or seen > 4 * MAX_CONTAINERS:
             raise bad_request(
                 f"The body holds more than {MAX_CONTAINERS} arrays and objects, {MAX_KEYS} keys "

@@ -9,11 +9,11 @@ from collections import deque
 class Turns:
     """Lets one request into each turn of the event loop.
 
-    To parse a request, check it and hand it to the engine takes a large part of a millisecond, or
-    several where its body is large, and nothing of it is awaited. A hundred that arrive together
-    would all run before anything else is heard: a step's tokens would wait for all of them, and so
-    would a probe, and a client that has left meanwhile would be served to the end. One a turn,
-    each of these waits for one request.
+    Parsing a request, checking it and handing it to the engine takes a large part of a millisecond
+    (several, for a large body), and awaits nothing. A hundred requests that arrive together would
+    all run before the event loop reads another socket: the tokens of a step, or a probe, would wait
+    for all of them, and a client that has left meanwhile would be served to the end. With one
+    request a turn, each of these waits for one.
     """
 
     __slots__ = ("_taken", "_waiting")
@@ -21,10 +21,12 @@ class Turns:
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._taken = False
-        """Somebody runs in this turn, and :meth:`_next` in the next."""
+        """This turn has its request; :meth:`_next` is scheduled for the next turn."""
 
     async def wait(self) -> None:
-        """Wait for a turn of one's own: not at all where nobody has taken this one. In order."""
+        """Wait for a turn of one's own, first come first served. Returns at once where this turn
+        is not taken yet.
+        """
         loop = asyncio.get_running_loop()
         if not self._taken:
             self._taken = True

@@ -260,12 +260,12 @@ class RequestLog:
         return [trail for trail in reversed(known) if name in (trail.id, trail.answer_id)]
 
     def seconds_per_start(self, now: float) -> float | None:
-        """How long the queue takes to let one in, as seen lately; None where it has not moved."""
+        """Mean seconds between the last starts; None where fewer than two are known."""
         starts = self._starts
         if len(starts) < 2:
             return None
         mean = (starts[-1] - starts[0]) / (len(starts) - 1)
-        # A queue that stands still since longer than that is slower than it was.
+        # If nothing has started for longer than that, the queue has become slower.
         return max(mean, (now - starts[0]) / len(starts))
 
     # -- the life of a request ----------------------------------------------------------------

@@ -33,8 +33,8 @@ SHARE = 0.01
 """Of the event loop's time that may go into those looks: a long line takes milliseconds."""
 MOST_WATCHERS = 16
 MOST_TENANTS_WATCHERS = 8
-"""Of those, how many may be no administrators, and half of these of one tenant: whoever has to find
-out what is wrong finds a place.
+"""How many of those may belong to tenants that are not administrators; one tenant may have half of
+these. So an administrator who has to find out what is wrong finds a place.
 """
 MOST_KNOWN = 1024
 
