@@ -10,6 +10,7 @@ import struct
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import httpx
@@ -80,8 +81,9 @@ async def listening(served: Served, *, send_buffer: int | None = None) -> AsyncI
     """The same application behind a real socket; yields the port. With a small ``send_buffer``
     (bytes the kernel holds for a client) who does not read is noticed soon.
     """
+    connection: Any = partial(Connection, files=served.service.files)
     config = uvicorn.Config(
-        served.app, port=0, http=Connection, log_config=None, access_log=False,
+        served.app, port=0, http=connection, log_config=None, access_log=False,
         lifespan="off", ws="none", timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = _Server(config)

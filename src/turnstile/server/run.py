@@ -13,10 +13,10 @@ import contextlib
 import gc
 import logging
 import os
-import resource
 import signal
 import socket
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 
 import uvicorn
 
@@ -34,9 +34,6 @@ logger = logging.getLogger("turnstile.server")
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_ABORTED = 130
-
-MOST_FILES = 1 << 16
-"""Open files that the server allows itself, where the system does."""
 
 YOUNG_OBJECTS = 20_000
 """Objects allocated, less those freed, that start a garbage collection. Python's default of 700 is
@@ -101,9 +98,10 @@ class Life:
                 log_config=None,
                 access_log=False,
                 lifespan="off",
-                http=Connection,
+                http=partial(Connection, files=self._service.files),  # type: ignore[arg-type]
                 ws="none",
                 server_header=False,
+                backlog=self._service.files.backlog,
                 timeout_keep_alive=config.keep_alive_timeout,
                 timeout_graceful_shutdown=int(_LAST_CHUNKS),
             )
@@ -140,7 +138,12 @@ class Life:
             )
             self._fail(str(error) or type(error).__name__)
             return
-        self._service.ready(model)
+        service = self._service
+        service.ready(model)
+        if service.config.max_num_queued_reqs is not None:
+            service.files.warn_if_too_few(
+                service.config.max_num_queued_reqs + model.info.max_num_seqs
+            )
         # What lives now lives until the end: spare the collector from looking at it again.
         gc.collect()
         gc.freeze()
@@ -242,14 +245,6 @@ async def _end(task: asyncio.Task[None]) -> None:
         await task
 
 
-def _allow_many_connections() -> None:
-    """Raise the soft limit on open files: it is 1024 in many places, and a connection is one."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
 def _is_ours(error: Exception) -> bool:
     return type(error).__module__.startswith("turnstile.")
 
@@ -263,7 +258,7 @@ def run(
     """Run the server in this thread, on uvloop, until it is told to stop; returns the exit code."""
     import uvloop
 
-    _allow_many_connections()
+    service.files.raise_limit(service.config.max_num_queued_reqs or 0)
 
     async def main() -> int:
         return await Life(service, listener, load, on_ready).run()

@@ -25,6 +25,7 @@ from turnstile.server.http.auth import KeyRing
 from turnstile.server.http.body import BodyLimits
 from turnstile.server.http.cors import Cors
 from turnstile.server.http.exchange import Exchange
+from turnstile.server.http.open_files import OpenFiles
 from turnstile.server.http.sse import KEEP_ALIVE
 from turnstile.server.model import ServedModel
 from turnstile.server.tenants import Tenant
@@ -96,6 +97,7 @@ class Service:
         self.metrics = Metrics(engine, self.requests, clock)
         self.outbox = Outbox(self.metrics, clock)
         self.metrics.threads = {"text": self.texts, "grammar": self.checks}
+        self.metrics.files = self.files = OpenFiles(clock=clock)
         engine.subscribe(self._on_step)
         self._seeds = random.SystemRandom() if config.seed is None else random.Random(config.seed)
         self._streams: dict[Exchange, asyncio.Task[None]] = {}

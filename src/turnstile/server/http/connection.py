@@ -3,6 +3,7 @@
 - A client that ends its side after its request (netcat does) has not left: it waits for the answer.
 - HTTP/1.0 knows neither chunks nor interim answers: the end of the connection ends a stream.
 - A request of HTTP/1.1 has one ``Host``.
+- Where files run out, the last to come is told 503; the event loop alone would just close.
 """
 
 from __future__ import annotations
@@ -13,24 +14,49 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from turnstile.server.errors import ApiError
 from turnstile.server.http.direct import DIRECT, Direct
-from turnstile.server.http.head_limits import BoundedHttpProtocol, RefusedError
+from turnstile.server.http.head_limits import BoundedHttpProtocol, RefusedError, closing_answer
+from turnstile.server.http.open_files import OpenFiles
 from turnstile.server.http.sse import COMMENT
 
 _FIRST_LOOK = 0.02
 _LAST_LOOK = 5.0
 """Seconds between two looks after a client that has ended its side; each is twice the last."""
 _CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+_LEAVING_SECONDS = 1.0
+"""Seconds in which a client that is turned away may send its request and read why."""
 
 
 class Connection(BoundedHttpProtocol):
     """One per connection. See the module."""
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
+    def __init__(self, *arguments: Any, files: OpenFiles | None = None, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
+        self._files = files or OpenFiles()
+        self._turned_away = False
         self._answering: RequestResponseCycle | None = None
         """The request that is being answered; ``cycle`` is the newest, which may wait behind it."""
         self._look: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Take the client in, unless its connection is one of the last files there are."""
+        super().connection_made(transport)
+        number = transport.get_extra_info("socket").fileno()
+        if not self._files.has_room_at(number):
+            self._files.turn_away()
+            self._turned_away = True
+            self._stop_timer()
+            self.loop.call_later(_LEAVING_SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Parse; or, of who is turned away, wait for the beginning and read no more."""
+        if not self._turned_away:
+            super().data_received(data)
+        elif not self._ending:
+            # Not closed at once: with something unread it would be reset, and the answer be lost.
+            self._ending = True
+            self.transport.write(closing_answer(_no_file_left()))
 
     def on_headers_complete(self) -> None:
         """Look at what differs between the versions."""
@@ -118,6 +144,13 @@ class Connection(BoundedHttpProtocol):
         if comment:
             chunk = b"%x\r\n%b\r\n" % (len(comment), comment)
             self.transport.write(chunk if cycle.chunked_encoding else comment)
+
+
+def _no_file_left() -> ApiError:
+    return ApiError(
+        503, "The server has too many connections. Try again in a moment.",
+        code="engine_overloaded", kind="overloaded", retry_after=1.0,
+    )  # fmt: skip
 
 
 def _direct(cycle: RequestResponseCycle) -> Direct:

@@ -27,7 +27,12 @@ HEAD_SECONDS = 30.0
 MAX_PIPELINED = 1000
 """Requests of a connection that may wait for the answers before theirs."""
 
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 class RefusedError(Exception):
@@ -176,11 +181,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         begun = cycle is not None and cycle.response_started
         answered = cycle is None or cycle.response_complete
         if answered if self._in_head else not (begun or self.pipeline):
-            body = ApiError(status, message).body()
-            self.transport.write(
-                b"HTTP/1.1 %d %b\r\ncontent-type: application/json\r\ncontent-length: %d\r\n"
-                b"connection: close\r\n\r\n%b" % (status, _REASONS[status], len(body), body)
-            )
+            self.transport.write(closing_answer(ApiError(status, message)))
             self.transport.close()
         else:
             self._end()
@@ -193,3 +194,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.transport.close()
         else:
             cycle.keep_alive = False
+
+
+def closing_answer(error: ApiError) -> bytes:
+    """An error as the last answer of a connection, byte by byte: no request has come to be one."""
+    body = error.body()
+    lines = [
+        b"HTTP/1.1 %d %b" % (error.status, _REASONS[error.status]),
+        b"content-type: application/json",
+        b"content-length: %d" % len(body),
+        b"connection: close",
+        *(b"%b: %b" % header for header in error.headers()),
+    ]
+    return b"\r\n".join((*lines, b"", body))

@@ -18,6 +18,7 @@ from turnstile.engine.protocol import EngineInfo, Snapshot, StepResult
 from turnstile.server.answer.choices import Job
 from turnstile.server.answer.usage import Record
 from turnstile.server.gate import Gate
+from turnstile.server.http.open_files import OpenFiles
 from turnstile.server.model import ServedModel
 from turnstile.server.threads import Threads
 from turnstile.server.watch.ended import EndedRequests, Use
@@ -72,6 +73,7 @@ class Metrics:
         self.sections: SectionCache | None = None
         self.threads: Mapping[str, Threads] = {}
         """Where requests are read, by the kind of work."""
+        self.files = OpenFiles()
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
         self.responses: Counter[str] = Counter()
         self.in_flight = 0
