@@ -121,7 +121,7 @@ def test_a_hundred_users_at_once_get_what_each_would_get_alone(server: ServerPro
     server.check()
 
 
-def test_it_ends_cleanly(server: ServerProcess) -> None:
+def test_sigterm_ends_it_with_code_0_and_no_traceback(server: ServerProcess) -> None:
     server.check()
     server.signal(signal.SIGTERM)
     assert server.wait() == 0

@@ -73,7 +73,9 @@ def steps_of(engine: Engine, name: str) -> list[StepResult]:
     return [result for result in engine.results if (name, 0) in result.members]
 
 
-def test_alone_and_among_fifty_others(setup: tuple[dict[str, object], list[Answer]]) -> None:
+def test_a_request_among_fifty_others_gets_the_tokens_it_gets_alone(
+    setup: tuple[dict[str, object], list[Answer]],
+) -> None:
     config, alone = setup
     engine = Engine(**config)  # type: ignore[arg-type]
     crowd(engine)
@@ -85,7 +87,7 @@ def test_alone_and_among_fifty_others(setup: tuple[dict[str, object], list[Answe
 
 
 @pytest.mark.parametrize("budget", [8, 9, 31, 64])
-def test_cut_into_chunks_of_any_size(
+def test_a_prompt_cut_into_chunks_of_any_size_gets_the_tokens_it_gets_whole(
     setup: tuple[dict[str, object], list[Answer]], budget: int
 ) -> None:
     config, alone = setup
@@ -102,7 +104,9 @@ def test_cut_into_chunks_of_any_size(
         assert chunks >= max(2, len(PROMPT) // budget), "the prompt was computed in several chunks"
 
 
-def test_from_a_warm_prefix_cache(setup: tuple[dict[str, object], list[Answer]]) -> None:
+def test_a_prompt_from_the_prefix_cache_gets_the_tokens_it_gets_computed(
+    setup: tuple[dict[str, object], list[Answer]],
+) -> None:
     config, alone = setup
     engine = Engine(**config)  # type: ignore[arg-type]
     ask(engine, "first")
@@ -113,7 +117,9 @@ def test_from_a_warm_prefix_cache(setup: tuple[dict[str, object], list[Answer]])
     assert cached == [64, 64], "all full pages of the prompt came from the cache"
 
 
-def test_preempted_and_resumed(setup: tuple[dict[str, object], list[Answer]]) -> None:
+def test_a_preempted_request_gets_the_tokens_it_gets_alone(
+    setup: tuple[dict[str, object], list[Answer]],
+) -> None:
     config, alone = setup
     engine = Engine(**config, num_pages=14, max_model_len=200)  # type: ignore[arg-type]
     engine.loop.scheduler.admission.remaining = lambda sequence: 1  # type: ignore[method-assign]

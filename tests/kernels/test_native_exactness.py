@@ -97,7 +97,9 @@ def test_a_row_among_99_has_the_bits_it_has_alone(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_threads_do_not_show(whole: Path, formats: tuple[str, str]) -> None:
+def test_logits_have_the_same_bits_on_any_number_of_threads(
+    whole: Path, formats: tuple[str, str]
+) -> None:
     one, three = load(whole, formats), load(whole, formats, threads=3)
     expected = Stepper(one).run("me", PROMPT)
     for _ in range(10):  # who takes which piece is different every time

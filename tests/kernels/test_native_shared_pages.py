@@ -243,7 +243,7 @@ def test_a_nan_does_not_reach_those_who_share_with_it(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("formats", FORMATS, ids="-".join)
-def test_threads_do_not_show_where_pages_are_shared(
+def test_shared_pages_give_the_same_bits_on_any_number_of_threads(
     checkpoints: dict[int, Path], formats: tuple[str, str]
 ) -> None:
     names = [f"user {i}" for i in range(9)]

@@ -82,7 +82,7 @@ def test_chunks_of_any_size_give_the_same_bits(decoder: Decoder, chunk: int) -> 
 
 
 @pytest.mark.usefixtures("_threads")
-def test_a_crowd_changes_nothing(decoder: Decoder) -> None:
+def test_fifty_others_in_the_batch_change_no_bit_of_a_sequence(decoder: Decoder) -> None:
     """Fifty others: some in prefill, some decoding, of many lengths, on pages mixed with mine."""
     stepper = Stepper(decoder, num_pages=800, seed=5)
     others = {f"other {i}": PROMPT[i : i + 1 + 5 * i % 140] for i in range(50)}

@@ -51,7 +51,7 @@ def test_one_row_equals_the_row_among_fifty(name: str, width: int) -> None:
 
 @pytest.mark.parametrize("width", [5, 64, 577, 49152])
 @pytest.mark.parametrize("name", TRUTH)
-def test_values_are_right(name: str, width: int) -> None:
+def test_values_agree_with_double_precision(name: str, width: int) -> None:
     x = rows(width)
     torch.testing.assert_close(FUNCTIONS[name](x).double(), TRUTH[name](x), rtol=2e-5, atol=2e-5)
 

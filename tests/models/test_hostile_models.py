@@ -67,7 +67,7 @@ def test_a_gguf_with_changed_bytes(
 
 @given(data=st.data())
 @settings(max_examples=examples(200))
-def test_metadata_of_other_types(
+def test_metadata_of_other_types_loads_or_is_refused_cleanly(
     data: st.DataObject, gguf_bytes: bytes, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """Any key may turn out an array, a string, or a number of another kind and size."""

@@ -260,7 +260,7 @@ def test_a_histogram_counts_each_value_under_its_bound() -> None:
     assert histogram.total == pytest.approx(0.5 + 2 + 1.1 + 297)
 
 
-def test_bounds_rise() -> None:
+def test_the_bounds_of_histogram_buckets_ascend() -> None:
     assert token_bounds(20) == (1, 2, 5, 10, 20)
     assert list(ITL_BOUNDS) == sorted(set(ITL_BOUNDS))
 

@@ -249,7 +249,7 @@ def test_a_reload_takes_new_tenants_and_a_wrong_file_changes_nothing(
     asyncio.run(scenario())
 
 
-def test_the_signal_reloads(serve: Serve, tmp_path: Path) -> None:
+def test_sighup_reads_the_tenants_file_again(serve: Serve, tmp_path: Path) -> None:
     async def scenario() -> None:
         file = write(tmp_path, TWO)
         async with serve(config={"tenants": str(file)}) as served:

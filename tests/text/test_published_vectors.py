@@ -29,7 +29,7 @@ def wrong(metadata: dict[str, object], name: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_published_ids_come_out(name: str) -> None:
+def test_texts_get_the_ids_their_publishers_give(name: str) -> None:
     assert wrong(DATA["vocabularies"][name]["metadata"], name) == []
 
 

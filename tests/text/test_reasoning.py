@@ -39,7 +39,7 @@ def test_thought_and_said_are_told_apart(text: str, began: bool, thought: str, s
 
 
 @given(st.text(alphabet="<think/> \n"), st.booleans())
-def test_pieces_make_no_difference(text: str, began: bool) -> None:
+def test_thoughts_are_found_whatever_pieces_the_text_comes_in(text: str, began: bool) -> None:
     assert read(ReasoningReader(began=began), *text) == read(ReasoningReader(began=began), text)
 
 

@@ -109,7 +109,7 @@ def test_calls_are_told_from_content(
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), ANSWERS)
-def test_pieces_make_no_difference(
+def test_calls_are_found_whatever_pieces_the_text_comes_in(
     name: str, text: str, content: str, calls: list[tuple[str, str]]
 ) -> None:
     assert read(FORMATS[name].reader(NAMES), *text) == (content, calls)

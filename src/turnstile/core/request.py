@@ -85,17 +85,49 @@ class Request:
 class Sequence:
     """One sample of a request: its tokens, how far they are computed, and its pages.
 
-    ``computed`` counts the tokens whose K and V are in the pages; ``total`` the tokens known.
     ``computed < total`` always holds while the sequence lives: the last token known has not been
-    through the model yet. Prefill, a cache hit, resumption and decode differ in nothing else.
+    through the model yet. Prefill, a cache hit, resumption and decode differ only in these two
+    numbers.
 
-    ``fork_width`` is the number of samples the next draw yields: ``n`` for the first sequence of
-    a request until its prompt is computed, 1 for every other. ``place`` is where it stands among
-    those waiting (smaller first), set by the queue. ``blocked`` remembers when it last did not fit
-    (:mod:`entrance`): the count of changes in the slots, and how many pages were cached for it.
-    ``catching_up`` is true from getting a slot until the first draw after that. ``mistakes`` counts
-    how often its page table was found wrong (:mod:`repair`), or its outcome could not be committed.
-    ``keys`` are the prefix-cache keys of its full pages, as far as they have been needed.
+    Attributes
+    ----------
+    request, index
+        What was asked for, and which of its ``n`` samples this is.
+    tokens, num_prompt
+        Prompt and outputs; how many of them are the prompt's.
+    computed
+        Tokens whose K and V are in the pages.
+    table, keys
+        Its pages; the prefix-cache keys of the full ones, as far as they have been needed.
+    drafts
+        Guesses at the next tokens, to be verified in the next step.
+    state, wait_reason, waiting_since
+        Where it is; while it waits, why and since when.
+    fork_width
+        Samples that its next draw yields: ``n`` for the first sequence of a request until its
+        prompt is computed, 1 for every other.
+    arrival_order
+        The number of its arrival: the last resort of every order.
+    place
+        Where it stands among those waiting, smaller first; set by the queue.
+    skipped
+        How many that stood behind it have started before it, because it did not fit.
+    blocked
+        When it last did not fit (:mod:`entrance`): the count of changes in the slots, and how many
+        pages were cached for it.
+    started
+        When it first got a slot; None before.
+    catching_up
+        True from getting a slot until the first draw after that.
+    num_cached
+        Prompt tokens that came from the prefix cache when it first started.
+    charged
+        Service booked on its tenant for it.
+    preemptions
+        How often it lost its slot before it was finished.
+    mistakes
+        How often its page table was found wrong (:mod:`repair`), or its outcome could not be
+        committed.
     """
 
     __slots__ = (
