@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import typing
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +35,8 @@ MAX_VALUES = 1 << 20
 """Most arrays and objects, keys, and values in a body. Building millions holds up everybody: it
 cannot be done in a thread, because the decoder keeps the interpreter's lock."""
 _OUT_OF_RANGE = ("Number out of range", "Integer value out of range")
+_MOST_EXACT = 2.0**53
+"""Up to here each integer is a float of its own."""
 _HALF_A_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
 # A string need not end: looking for the end again from each quote would be quadratic.
 _STRING_OR_SIGN = re.compile(rb'"(?:[^"\\]++|\\.)*+"?|[\[{:,]', re.DOTALL)
@@ -50,7 +53,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     try:
         request: T = _decoder(kind).decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        request = _with_whole_numbers(body, kind, error)
     except msgspec.DecodeError as error:
         why = _what_is_wrong(body, str(error)[:100])
         raise bad_request(f"The body is not valid JSON ({why}).", code="invalid_json") from None
@@ -59,6 +62,40 @@ def decode(body: bytes, kind: type[T]) -> T:
     if logger.isEnabledFor(logging.DEBUG):
         _log_unknown(body, kind)
     return request
+
+
+def _with_whole_numbers(body: bytes, kind: type[T], error: msgspec.ValidationError) -> T:
+    """Parse again with ``4.0`` for 4 where an integer belongs: not all languages tell them apart,
+    and other servers take it. Raises :class:`ApiError` where that was not what is wrong.
+    """
+    said = str(error)
+    if "int" not in said or "got `float`" not in said:
+        raise _field_error(said) from None
+    given: dict[str, Any] = msgspec.json.decode(body)
+    for name in _fields_of_integers(kind) & given.keys():
+        given[name] = _whole(given[name])
+    try:
+        return msgspec.convert(given, kind)
+    except msgspec.ValidationError as another:
+        raise _field_error(str(another)) from None
+
+
+@functools.cache
+def _fields_of_integers(kind: type[Any]) -> frozenset[str]:
+    hints = typing.get_type_hints(kind)
+    return frozenset(name for name, hint in hints.items() if _mentions_integers(hint))
+
+
+def _mentions_integers(hint: Any) -> bool:
+    return hint is int or any(map(_mentions_integers, typing.get_args(hint)))
+
+
+def _whole(value: Any) -> Any:
+    """The value with integers for the numbers in it that have no fraction and are exact."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    exact = isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_EXACT
+    return int(value) if exact else value
 
 
 def _what_is_wrong(body: bytes, said: str) -> str:
@@ -112,6 +149,8 @@ def _field_error(text: str) -> ApiError:
     if expected:
         wanted = [_WORDS.get(word, word) for word in expected.group(1).split(" | ")]
         got = _WORDS.get(expected.group(2), expected.group(2))
+        if got == "a number":  # and so are integers
+            got = "a number with a fraction or above 2^53"
         return bad_request(f"{name} must be {' or '.join(wanted)}, not {got}.", param)
     return bad_request(f"{name}: {reason[:200]}.", param)
 
