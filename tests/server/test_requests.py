@@ -29,10 +29,11 @@ from turnstile.engine.protocol import (
     encode_message,
 )
 from turnstile.server.answer.usage import Record
-from turnstile.server.api.requests import View, expected_order
 from turnstile.server.config import ServerConfig
 from turnstile.server.service import Service
+from turnstile.server.watch.request_view import View
 from turnstile.server.watch.trails import Part, RequestLog, RequestTrail, SampleTrail
+from turnstile.server.watch.waiting_line import expected_order
 
 LONG = {"prompt": "hi", "max_tokens": 200, "ignore_eos": True}
 

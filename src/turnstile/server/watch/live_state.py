@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from turnstile.core.events import WaitReason
 from turnstile.engine.client import EngineState
 from turnstile.engine.wording import counted
-from turnstile.server.api.requests import View
 from turnstile.server.service import Phase, Service
 from turnstile.server.watch.histogram import Histogram
 from turnstile.server.watch.live_view import Told, Viewer
 from turnstile.server.watch.metrics import Metrics
+from turnstile.server.watch.request_view import View
 from turnstile.server.watch.trails import Part
 
 MINUTE = 60.0
