@@ -194,6 +194,8 @@ def test_the_features_of_a_plan_add_up() -> None:
     both = StepCost.of(Plan(0, chunks))
     assert both == StepCost(4, 40 + 11 + 12 + 13, 2, 40, 40)
     assert both == sum((StepCost.of(Plan(0, (c,))) for c in chunks), StepCost(0, 0, 0))
+    guessed = Chunk(sequences[2], 39, 3, 3, drafts=(7, 8))
+    assert StepCost.of(Plan(0, (guessed,))) == StepCost(3, 40, 1, 40, 40, shared_reads=2 * 40)
 
 
 def test_coefficients_are_never_negative() -> None:

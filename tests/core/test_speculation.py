@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnstile.core.admission import ExpectedAdmission
-from turnstile.core.cost import CostModel, StepCost
+from turnstile.core.cost import CACHED_READ, Coefficients, CostModel, StepCost
 from turnstile.core.fairness import FairQueue
 from turnstile.core.pages import PagePool
 from turnstile.core.plan import Chunk, Outcome, Plan
 from turnstile.core.request import Request, Sequence
 from turnstile.core.scheduler import Scheduler, SchedulerConfig
-from turnstile.core.speculation import COLD_PRICE, DRAFT_ROW, Chances, PromptLookup, price
+from turnstile.core.speculation import COLD_PRICE, Chances, Lately, PromptLookup, price
 
 LENGTH = 3
 
@@ -32,14 +32,15 @@ def drafts(sequence: Sequence, drafter: PromptLookup | None = None) -> tuple[int
     return sequence.drafts
 
 
-def warm(alpha: float, beta: float, delta: float = 0.0) -> CostModel:
+def warm(alpha: float, beta: float, delta: float = 0.0, reading: float = 0.0) -> CostModel:
     """A cost model that has seen steps which cost exactly this."""
-    cost = CostModel()
-    for step in range(200):
-        tokens = 1 + step * 7 % 300
+    cost = CostModel(fine=True)
+    true = Coefficients(alpha, beta, 0.0, delta, reading)
+    for step in range(640):
         batch = 1 + step * 5 % 60
-        seconds = alpha + beta * tokens + delta * batch
-        cost.observe(StepCost(tokens, 0, batch), seconds)
+        crowd = StepCost.decoding(batch, 50 + step * 31 % 900)
+        work = crowd.sharing(step * 13 % 500 * batch) + StepCost(step * 7 % 300, 0, 0)
+        cost.observe(work, true.predict(work))
     return cost
 
 
@@ -126,13 +127,49 @@ def test_tokens_that_were_taken_back_and_drawn_again_are_nothing_new() -> None:
 
 def test_a_row_is_cheap_for_one_user_and_dear_in_a_crowd() -> None:
     cost = warm(alpha=0.006, beta=0.0002, delta=0.0002)
-    alone, crowd = price(cost, 1, 200.0), price(cost, 100, 200.0)
-    assert alone == pytest.approx(DRAFT_ROW * 0.0002 / 0.0064, rel=0.1)
-    assert crowd == pytest.approx(DRAFT_ROW * 0.0002 * 100 / 0.046, rel=0.1)
+    alone = price(cost, StepCost.decoding(1, 200), Lately())
+    crowd = price(cost, StepCost.decoding(100, 200), Lately())
+    assert alone == pytest.approx(0.0004 / 0.0064, rel=0.1)
+    assert crowd == pytest.approx(0.0004 * 100 / 0.046, rel=0.1)
+
+
+def test_a_row_attends_to_what_its_sequence_attends_to() -> None:
+    cost = warm(alpha=0.006, beta=0.0002, delta=0.0002, reading=1e-6)
+    for context, shared in ((100, 0), (900, 0), (900, 512)):
+        crowd = StepCost.decoding(50, context).sharing(50 * shared)
+        row = 0.0004 + CACHED_READ * 1e-6 * context
+        step = 0.006 + 50 * (row + (1 - CACHED_READ) * 1e-6 * (context - shared))
+        assert price(cost, crowd, Lately()) == pytest.approx(row * 50 / step, rel=0.05)
+
+
+def test_the_more_other_guesses_bring_the_dearer_is_one_more() -> None:
+    cost, crowd = warm(alpha=0.006, beta=0.0002, delta=0.0002), StepCost.decoding(50, 200)
+    lately = Lately()
+    for _ in range(500):
+        lately.observe(50, 100, 95)
+    assert (lately.drafted, lately.accepted) == pytest.approx((2.0, 1.9), rel=0.01)
+    rate = 50 * 2.9 / (0.006 + 0.0004 * 150)
+    assert price(cost, crowd, lately) == pytest.approx(0.0004 * rate, rel=0.05)
+    assert price(cost, crowd, lately) > 1.1 * price(cost, crowd, Lately())
+    for _ in range(500):
+        lately.observe(50, 0, 0)
+        lately.observe(0, 0, 0)  # of prompts alone: that says nothing
+    assert price(cost, crowd, lately) == pytest.approx(price(cost, crowd, Lately()), rel=0.01)
+
+
+def test_what_steps_drew_is_counted_of_those_who_decode() -> None:
+    drafter = PromptLookup(shortest=LENGTH)
+    sequence, other = decoding([1, 2, 3, 4, 1, 2, 3]), decoding([1])
+    assert len(drafts(sequence, drafter)) > 1
+    chunks = (Chunk(other, 0, 1, 1), *plan_of(sequence).chunks)
+    drafter.learn(Plan(0, chunks), [Outcome((5,)), Outcome((4, 9))])
+    lately, expected = drafter.lately, Lately()
+    expected.observe(2, len(sequence.drafts), 1)
+    assert lately == expected
 
 
 def test_before_any_step_a_row_costs_half_a_token() -> None:
-    assert price(CostModel(), 1, 100.0) == COLD_PRICE
+    assert price(CostModel(), StepCost.decoding(1, 100), Lately()) == COLD_PRICE
 
 
 def test_at_the_price_of_a_token_nobody_guesses() -> None:
@@ -141,6 +178,13 @@ def test_at_the_price_of_a_token_nobody_guesses() -> None:
     drafter.follow(sequence)
     drafter.draft([sequence], warm(alpha=0.0, beta=1.0))
     assert sequence.drafts == ()
+
+
+def test_a_run_with_the_hash_of_another_is_not_taken_for_it() -> None:
+    minus_one, minus_two = -1, -2  # tokens there are none of; their hashes are the same
+    assert hash((1, 2, minus_one)) == hash((1, 2, minus_two))
+    assert drafts(decoding([7, 1, 2, minus_one, 4, 5, 6, 9, 1, 2, minus_two])) == ()
+    assert drafts(decoding([7, 1, 2, minus_one, 4, 5, 6, 9, 1, 2, minus_one])) == (4, 5, 6, 9)
 
 
 # -- what is learned -------------------------------------------------------------------------------
@@ -153,7 +197,7 @@ def plan_of(sequence: Sequence) -> Plan:
 
 def test_who_is_wrong_again_and_again_stops_guessing_and_tries_again_later() -> None:
     drafter = PromptLookup(most=4, shortest=LENGTH)
-    cost = warm(alpha=0.01, beta=0.0001, delta=0.0002)  # a row costs 0.36 tokens to forty
+    cost = warm(alpha=0.01, beta=0.0001, delta=0.0001)  # a row costs 0.44 tokens to forty
     crowd = [decoding([1, 2, 3, 4, 5, 1, 2, 3]) for _ in range(40)]
     for sequence in crowd:
         drafter.follow(sequence)

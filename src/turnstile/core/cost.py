@@ -54,7 +54,7 @@ class StepCost:
     decode_reads
         Tokens of K and V which those rows read from memory.
     shared_reads
-        Those that they read besides, which another row has read in the same step.
+        Those that they and drafts read besides, which another row has read in the same step.
     """
 
     tokens: int
@@ -96,16 +96,17 @@ class StepCost:
         """
         tokens = crowd = plan.num_decodes
         decode_context = crowd + sum([chunk.start for chunk in plan.chunks[:crowd]])
-        query_context = 0
+        query_context = seen_again = 0
         for chunk in plan.chunks[crowd:]:
             count = chunk.count
             tokens += count
             if count == 1 or chunk.drafts:  # drafts see what the row before them reads
                 decode_context += chunk.start + 1
+                seen_again += len(chunk.drafts) * (chunk.start + 1)
             else:
                 query_context += count * chunk.start + count * (count + 1) // 2
         pairs = query_context + decode_context
-        return cls(tokens, pairs, len(plan.chunks), decode_context, decode_context)
+        return cls(tokens, pairs, len(plan.chunks), decode_context, decode_context, seen_again)
 
 
 NOTHING = StepCost(0, 0, 0)

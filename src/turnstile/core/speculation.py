@@ -6,10 +6,10 @@ now (prompt lookup: no second model, nothing to load). The guesses are rows of t
 any others. A guess is accepted if it equals the token that is drawn for its place, with the key of
 its place; so drafts change when tokens come, and never which.
 
-A row is not free. In a crowd a step computes products, and a row more is nearly a token less for
-somebody; alone it waits for the weights, and a row more costs next to nothing. So a guess is made
-where the chance that it is right, as learned from the guesses before, exceeds its price in tokens,
-as measured by the cost model (:func:`price`).
+A row is not free. In a crowd a step computes products, and a row more is a good part of a token
+less for somebody; alone it waits for the weights, and a row more costs next to nothing. So a guess
+is made where the chance that it is right, as learned from the guesses before, exceeds its price in
+tokens, as measured by the cost model (:func:`price`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from turnstile.core.cost import CostModel, StepCost
 from turnstile.core.plan import Outcome, Plan
@@ -25,11 +25,6 @@ from turnstile.core.request import Sequence
 
 COLD_PRICE = 0.5
 """The price of a row while no step has been measured, in tokens."""
-DRAFT_ROW = 2.0
-"""What a row of a draft costs, in tokens of a prompt: it has logits to compute and to look through
-as well, and what it yields comes in rows that are told apart. With 1.5 the crowd of W3 lost 8 % of
-its tokens a second to guesses, with 3 it had hardly any (docs/speculation.md).
-"""
 
 
 @dataclass(slots=True)
@@ -68,8 +63,10 @@ class Drafter(Protocol):
     def forget(self, sequence: Sequence) -> None:
         """It has ended. Unknown ones are ignored."""
 
-    def draft(self, running: Iterable[Sequence], cost: CostModel) -> None:
-        """Give drafts to whoever decodes, is followed, and has something worth guessing."""
+    def draft(self, running: Iterable[Sequence], cost: CostModel, shared: int = 0) -> None:
+        """Give drafts to whoever decodes, is followed, and has something worth guessing. ``shared``
+        tokens of each context are read for another sequence as well.
+        """
 
     def learn(self, plan: Plan, outcomes: Seq[Outcome]) -> None:
         """See which drafts of a plan were right. Before the outcomes are committed."""
@@ -94,6 +91,7 @@ class PromptLookup:
         self._longest = max(shortest, longest)
         self._texts: dict[Sequence, _Text] = {}
         self._chances = Chances(self._longest, most)
+        self.lately = Lately()
 
     def follow(self, sequence: Sequence) -> None:
         """See :class:`Drafter`."""
@@ -103,13 +101,14 @@ class PromptLookup:
         """See :class:`Drafter`."""
         self._texts.pop(sequence, None)
 
-    def draft(self, running: Iterable[Sequence], cost: CostModel) -> None:
+    def draft(self, running: Iterable[Sequence], cost: CostModel, shared: int = 0) -> None:
         """See :class:`Drafter`. O(new tokens + drafts): nothing is read twice."""
         ready = [s for s in running if s.decoding and s in self._texts]
         if not ready:
             return
         self._chances.age()
-        least = price(cost, len(ready), sum([s.total for s in ready]) / len(ready))
+        crowd = StepCost.decoding(len(ready), sum([len(s.tokens) for s in ready]) / len(ready))
+        least = price(cost, crowd.sharing(shared * len(ready)), self.lately)
         for sequence in ready:
             text = self._texts[sequence]
             text.read(sequence.tokens)
@@ -117,8 +116,11 @@ class PromptLookup:
 
     def _guess(self, sequence: Sequence, text: _Text, least: float) -> tuple[int, ...]:
         tokens = sequence.tokens
-        place = text.places.get(tuple(tokens[-self._shortest :]))
+        last = tokens[-self._shortest :]
+        place = text.places.get(hash(tuple(last)))
         if place is None or place >= len(tokens):  # a draw that was taken back is read again
+            return ()
+        if tokens[place - len(last) : place] != last:  # of another run with the same hash
             return ()
         text.agreed = self._agreement(tokens, place)
         count = min(self._chances.worth(text.agreed, least), sequence.remaining - 1)
@@ -138,27 +140,33 @@ class PromptLookup:
     def learn(self, plan: Plan, outcomes: Seq[Outcome]) -> None:
         """See :class:`Drafter`."""
         first = plan.num_decodes
+        decoding, drafted, right = first, 0, 0
         for chunk, outcome in zip(plan.chunks[first:], outcomes[first:], strict=True):
             if not chunk.drafts or outcome.error is not None:
                 continue
             accepted = len(outcome.tokens) - 1
             self.counts.count(len(chunk.drafts), accepted)
+            decoding += 1
+            drafted += len(chunk.drafts)
+            right += accepted
             text = self._texts.get(chunk.sequence)
             if text is not None:
                 self._chances.observe(text.agreed, len(chunk.drafts), accepted)
+        self.lately.observe(decoding, drafted, right)
 
 
 class _Text:
     """Where every run of ``length`` tokens of one sequence stood last.
 
-    ``places`` maps the run to the index of the token after it; the run at the very end has none
-    yet. ``agreed`` is how far the place of the last draft agreed.
+    ``places`` maps the hash of the run to the index of the token after it; the run at the very end
+    has none yet. Hashes, as numbers are nothing the garbage collector looks at: it took as long as
+    all the rest. ``agreed`` is how far the place of the last draft agreed.
     """
 
     __slots__ = ("_length", "_read", "agreed", "places")
 
     def __init__(self, length: int) -> None:
-        self.places: dict[tuple[int, ...], int] = {}
+        self.places: dict[int, int] = {}
         self.agreed = length
         self._length = length
         self._read = length
@@ -168,9 +176,13 @@ class _Text:
         start, length = self._read, self._length
         if len(tokens) <= start:
             return
+        if len(tokens) == start + 1:  # nearly always
+            self.places[hash(tuple(tokens[-1 - length : -1]))] = start
+            self._read += 1
+            return
         new = tokens[start - length : -1]
         runs = zip(*[new[i:] for i in range(length)], strict=False)
-        self.places.update(zip(runs, range(start, len(tokens)), strict=True))
+        self.places.update(zip(map(hash, runs), range(start, len(tokens)), strict=True))
         self._read = len(tokens)
 
 
@@ -219,13 +231,39 @@ class Chances:
                 table[:] = [[count / 2 for count in counts] for counts in table]
 
 
-def price(cost: CostModel, batch: int, context: float) -> float:
-    """What a row more costs a step in which ``batch`` sequences of ``context`` tokens decode, in
-    tokens that the step draws in that time.
+@dataclass(slots=True)
+class Lately:
+    """How much was guessed in the last steps, and how much of it was right, per sequence that
+    decoded. Half of it is of the last 22 steps.
     """
-    if not cost.warm:
+
+    SHARE: ClassVar[float] = 1 / 32
+    drafted: float = 0.0
+    accepted: float = 0.0
+
+    def observe(self, decoding: int, drafted: int, accepted: int) -> None:
+        """Take in a step in which so many sequences decoded."""
+        if decoding:
+            self.drafted += self.SHARE * (drafted / decoding - self.drafted)
+            self.accepted += self.SHARE * (accepted / decoding - self.accepted)
+
+
+def price(cost: CostModel, crowd: StepCost, lately: Lately) -> float:
+    """What a row of a draft costs, in tokens: those that a step in which ``crowd`` decodes, and
+    guesses as it did lately, draws in the time that one row more takes.
+
+    A row of a draft is taken to cost what one sequence more does that decodes and reads only what
+    another row has read: its products, its logits, its attention to what is in the cache by then.
+    Other guesses that bring more raise the price. A row that is worth it brings more in its time
+    than the whole step does in its own, which is what makes most of the time (W. Dinkelbach, On
+    Nonlinear Fractional Programming, Management Science 13, 1967).
+    """
+    if not cost.warm or not crowd.batch:
         return COLD_PRICE
-    seconds = cost.predict(StepCost.decoding(batch, context))
+    seconds = cost.predict(crowd)
+    context = crowd.query_context // crowd.batch
+    row = cost.predict(crowd + StepCost(1, 0, 1, shared_reads=context)) - seconds
+    seconds += row * crowd.batch * lately.drafted
     if not seconds > 0:
         return COLD_PRICE
-    return min(1.0, DRAFT_ROW * cost.coefficients.beta * batch / seconds)
+    return min(1.0, row * crowd.batch * (1.0 + lately.accepted) / seconds)

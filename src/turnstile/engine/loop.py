@@ -240,7 +240,9 @@ class StepLoop:
 
     def _plan(self) -> Plan:
         if self.drafter is not None:
-            self.drafter.draft(self.scheduler.running, self.scheduler.cost)
+            running = self.scheduler.running
+            shared = read_again(self.scheduler.pool, 1, len(running))
+            self.drafter.draft(running, self._gauges.turns, shared)
         try:
             return self.scheduler.plan(self._clock())
         except Exception:
