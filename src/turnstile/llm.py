@@ -214,10 +214,8 @@ class AsyncLLM:
             raise ParameterError(
                 f"The prompt has the token id {bad}; ids go from 0 to {vocab_size - 1}.", "prompt"
             )
-        own_stop_ids = params.stop_token_ids
-        if not params.ignore_eos:
-            ends = self._tokenizer.stop_ids.union(self._source.generation.eos_ids)
-            params.stop_token_ids = [*own_stop_ids, *sorted(ends.difference(own_stop_ids))]
+        client_stop_ids = params.stop_token_ids
+        params.add_end_ids(self._tokenizer.stop_ids.union(self._source.generation.eos_ids))
         room = (info.max_model_len if info is not None else len(ids) + 1) - len(ids)
         generation = Generation(
             # Never used before: rows of an aborted request may still be on their way.
@@ -230,7 +228,7 @@ class AsyncLLM:
             priority=priority,
             arrival=time.monotonic(),
         )
-        builder = OutputBuilder(generation, text, self._tokenizer, own_stop_ids)
+        builder = OutputBuilder(generation, text, self._tokenizer, client_stop_ids)
         builder.output.request_id = request_id or generation.request_id
         return builder, generation
 

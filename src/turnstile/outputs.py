@@ -59,7 +59,7 @@ class RequestOutput:
 class OutputBuilder:
     """Makes a :class:`RequestOutput` of the rows that arrive for one request.
 
-    ``own_stop_ids`` are the stop tokens the request itself named: only these are a
+    ``client_stop_ids`` are the stop tokens the request itself named: only these are a
     ``stop_reason``.
     """
 
@@ -68,7 +68,7 @@ class OutputBuilder:
         generation: Generation,
         prompt: str | None,
         tokenizer: Tokenizer,
-        own_stop_ids: Sequence[int],
+        client_stop_ids: Sequence[int],
     ) -> None:
         params = generation.params
         options = TextOptions(
@@ -78,7 +78,7 @@ class OutputBuilder:
             min_tokens=params.min_tokens,
         )
         self._tokenizer = tokenizer
-        self._own_stop_ids = frozenset(own_stop_ids)
+        self._client_stop_ids = frozenset(client_stop_ids)
         self._texts = [TextStream(tokenizer.vocabulary, options) for _ in range(generation.n)]
         self._parts: list[list[str]] = [[] for _ in range(generation.n)]
         scored = params.logprobs is not None
@@ -112,7 +112,7 @@ class OutputBuilder:
         if row.finish is not None and not text.stopped:
             text.finish()
             output.finish_reason, output.error = row.finish, row.error
-            if row.stop_token in self._own_stop_ids:
+            if row.stop_token in self._client_stop_ids:
                 output.stop_reason = row.stop_token
         if text.stopped:
             output.finish_reason, output.stop_reason = "stop", text.stop_reason

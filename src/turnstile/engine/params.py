@@ -90,6 +90,14 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ParameterError("allowed_token_ids is empty.", "allowed_token_ids")
 
+    def add_end_ids(self, end_ids: Collection[int]) -> None:
+        """Let the model's own end tokens end a sample, beside ``stop_token_ids``, unless
+        ``ignore_eos`` says not to. Those of the client stay first.
+        """
+        if not self.ignore_eos:
+            given = self.stop_token_ids
+            self.stop_token_ids = [*given, *sorted(set(end_ids).difference(given))]
+
     @property
     def greedy(self) -> bool:
         """True where the likeliest token is taken."""

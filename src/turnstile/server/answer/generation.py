@@ -55,26 +55,12 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
     params = order.params
     check_choices(len(order.prompts), params.n, service.config.max_choices)
     client_stop_ids = params.stop_token_ids
-    if not params.ignore_eos:
-        own = model.tokenizer.stop_ids.union(model.defaults.eos_ids)
-        params.stop_token_ids = [*client_stop_ids, *sorted(own.difference(client_stop_ids))]
+    params.add_end_ids(model.tokenizer.stop_ids.union(model.defaults.eos_ids))
     automaton = StopAutomaton(params.stop) if params.stop else None
     common = os.urandom(16).hex()
     jobs = []
     for place, prompt in enumerate(order.prompts):
-        max_tokens = final_max_tokens(
-            params.max_tokens,
-            len(prompt.ids),
-            model,
-            order.default_max_tokens,
-            order.prompt_field,
-        )
-        if params.min_tokens > max_tokens:
-            raise bad_request(
-                f"min_tokens ({params.min_tokens}) is more than the {max_tokens} tokens that the "
-                "request may get; give max_tokens.",
-                "min_tokens",
-            )
+        max_tokens = _max_tokens(order, len(prompt.ids), model)
         service.engine.check_fits(len(prompt.ids), max_tokens, params.n)
         if order.echo and prompt.text is None:
             prompt.text = echo_prompt(model.tokenizer, prompt.ids).text
@@ -105,6 +91,21 @@ def make_jobs(order: Order, service: Service, model: ServedModel, exchange: Exch
             )
         )
     return jobs
+
+
+def _max_tokens(order: Order, prompt_tokens: int, model: ServedModel) -> int:
+    """The output tokens of each sample. Raises :class:`ApiError` 400 where they cannot be had."""
+    params = order.params
+    most = final_max_tokens(
+        params.max_tokens, prompt_tokens, model, order.default_max_tokens, order.prompt_field
+    )
+    if params.min_tokens > most:
+        raise bad_request(
+            f"min_tokens ({params.min_tokens}) is more than the {most} tokens that the request may "
+            "get; give max_tokens.",
+            "min_tokens",
+        )
+    return most
 
 
 def _text_options(params: SamplingParams, stop: StopAutomaton | None, offset: int) -> TextOptions:
