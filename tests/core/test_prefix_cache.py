@@ -124,3 +124,28 @@ def test_preempted_sequences_resume_from_their_own_pages() -> None:
     assert driver.scheduler.cache.hits > 0
     for request in requests:
         assert driver.outputs[request.id, 0] == solo(request)
+
+
+class CountingCache(PrefixCache):
+    """Counts the pages whose tokens are turned into bytes."""
+
+    turned = 0
+
+    def _contents(self, sequence: Sequence, first: int, last: int) -> list[bytes]:
+        self.turned += last - first
+        return super()._contents(sequence, first, last)
+
+
+def test_a_match_turns_each_page_into_bytes_once() -> None:
+    cache = CountingCache(PagePool(8, 2))
+    request = Request(id="x", prompt=tuple(range(9)), max_tokens=1)
+    writer = Sequence(request)
+    cache.match(writer)
+    pages = [cache.pool.append(writer.table) for _ in range(4)]
+    writer.computed = 8
+    cache.publish(writer, 0)
+    reader = Sequence(request)
+    for _ in range(2):  # with keys to derive, and with keys that are known
+        cache.turned = 0
+        assert cache.match(reader) == pages
+        assert cache.turned == 4

@@ -46,15 +46,16 @@ class PrefixCache:
     def match(self, sequence: Sequence) -> list[int]:
         """The pages of the longest unbroken prefix that is cached or held by somebody."""
         limit = self._most_pages(sequence)
-        self._derive_keys(sequence, limit)
+        known = len(sequence.keys)
+        fresh = self._derive_keys(sequence, limit)
         pages: list[int] = []
         for key in sequence.keys[:limit]:
             page = self._page_of.get(key)
             if page is None:
                 break
             pages.append(page)
-        contents = self._contents(sequence, 0, len(pages))
-        for i, (page, content) in enumerate(zip(pages, contents, strict=True)):
+        contents = self._contents(sequence, 0, min(known, len(pages))) + fresh
+        for i, (page, content) in enumerate(zip(pages, contents, strict=False)):
             if self._tokens_of[page] != content:
                 return pages[:i]
         return pages
@@ -205,14 +206,17 @@ class PrefixCache:
         step, data = size * whole.itemsize, whole.tobytes()
         return [data[at : at + step] for at in range(0, len(data), step)]
 
-    def _derive_keys(self, sequence: Sequence, pages: int) -> None:
+    def _derive_keys(self, sequence: Sequence, pages: int) -> list[bytes]:
+        """Derive the keys of so many pages; returns what the pages hold whose keys are new."""
         keys = sequence.keys
         if len(keys) >= pages:
-            return
+            return []
         key = keys[-1] if keys else _root(sequence.request.salt)
-        for content in self._contents(sequence, len(keys), pages):
+        contents = self._contents(sequence, len(keys), pages)
+        for content in contents:
             key = blake2b(key + content, digest_size=32).digest()
             keys.append(key)
+        return contents
 
 
 def _root(salt: bytes) -> bytes:
