@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,3 +58,30 @@ def test_cuda_without_a_gpu_is_refused() -> None:
 def test_threads_are_set_when_given() -> None:
     create_backend("cpu", name="reference", threads=2)
     assert torch.get_num_threads() == 2
+
+
+_TOO_MANY = """
+import resource
+import turnstile_kernels
+from turnstile.kernels.native import NativeBackend, ThreadsError
+from pathlib import Path
+here = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+limit = here + (128 << 20)
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+try:
+    NativeBackend("int8", "int8", 64)
+except ThreadsError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere stacks count for nothing")
+def test_threads_that_cannot_be_had_are_refused_at_start() -> None:
+    """Where the system allows too few, the first request used to find out."""
+    pytest.importorskip("turnstile_kernels")
+    done = subprocess.run(
+        [sys.executable, "-c", _TOO_MANY], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.startswith("64 compute threads cannot be started ("), done.stderr[-500:]
+    assert "--threads" in done.stdout
+    assert "TasksMax=" in done.stdout

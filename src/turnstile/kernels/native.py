@@ -103,6 +103,10 @@ def default_threads() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+class ThreadsError(RuntimeError):
+    """The system does not allow so many threads."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Workspace:
     """Keeps the arrays alive that the recorded step will read."""
@@ -127,6 +131,8 @@ class NativeBackend(Backend):
     ------
     ValueError
         The processor cannot run ``level``, or a format is unknown.
+    ThreadsError
+        The system does not allow so many threads.
     """
 
     name = "native"
@@ -149,6 +155,20 @@ class NativeBackend(Backend):
         self._engine = module.Engine(level, threads or default_threads(), weight_format)
         self._weight_format = weight_format
         self.kv_dtype = kv_dtype
+        self._start_threads()
+
+    def _start_threads(self) -> None:
+        """Have the team do a little, so that threads that cannot be had fail now and not the first
+        request: the first work of a team starts it, and one row is no work for a team.
+        """
+        try:
+            self._engine.argmax(np.zeros((2, 1), np.float32), np.empty(2, np.int64))
+        except RuntimeError as error:
+            raise ThreadsError(
+                f"{self.threads} compute threads cannot be started ({error}). Ask for fewer with "
+                "--threads, or allow more: pids of the container, TasksMax= of systemd, ulimit -u; "
+                "each needs memory for its stack, too (ulimit -v)."
+            ) from None
 
     @property
     def level(self) -> str:
