@@ -170,11 +170,15 @@ def test_a_server_that_guesses_tokens_is_warned_of(
     path = tmp_path / "machine.json"
     told = {"engine": {"num_pages": 900, "page_size": 16, "model": "m"}}
     counted = "turnstile_draft_tokens_total {}.0\nturnstile_accepted_draft_tokens_total 30.0\n"
+    given = "turnstile_generated_tokens_total 90.0\n"
     for guessed, warned in ((40, True), (0, False)):
-        learn("here", EXPOSED + counted.format(guessed), told).write(path)
+        learn("here", EXPOSED + counted.format(guessed) + given, told).write(path)
         assert main(f"simulate --from {path} --users 3 --requests 20".split()) == 0
         out = capsys.readouterr().out
         assert ("warning: the server guesses tokens (30 of 40 were right)" in out) == warned
+        assert ("about 1.50 times as many steps here as there" in out) == warned
+    # Of a server that has not said how many tokens it gave, no more is said than is known.
+    assert "more steps here than there" in learn("x", EXPOSED + counted.format(40), told).describe()
 
 
 def test_the_gate_can_be_bounded_from_the_command_line(

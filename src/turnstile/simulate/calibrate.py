@@ -50,9 +50,9 @@ class Calibration:
         Steps they were fitted to; 0 where it was not to steps.
     largest_batch
         Most sequences in one of them; 0 where nobody has said.
-    draft_tokens, accepted_tokens
-        Tokens that the machine has guessed, and how many of them were right; 0 where it guesses
-        none.
+    draft_tokens, accepted_tokens, generated_tokens
+        Tokens that the machine has guessed, how many of them were right, and how many it has given
+        to its clients in all; 0 where it guesses none, or nobody has said.
     engine
         Settings of its engine that the simulator takes over unless told otherwise: ``page_size``,
         ``num_pages``, ``max_num_seqs``, ``max_num_batched_tokens``, ``max_model_len``,
@@ -67,6 +67,7 @@ class Calibration:
     largest_batch: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    generated_tokens: int = 0
     front: Front = field(default_factory=Front)
     engine: dict[str, Any]
 
@@ -80,13 +81,22 @@ class Calibration:
         if self.largest_batch:
             text += f"{' of' if self.samples else '; with'} up to {self.largest_batch} sequences"
         if self.draft_tokens:
-            text += (
-                f"\nwarning: the server guesses tokens ({self.accepted_tokens} of "
-                f"{self.draft_tokens} were right), and here nothing is guessed: what its steps "
-                "cost is with guesses in them, and answers take more steps here than there. Learn "
-                "from a server without --spec-method and --speculative-config."
-            )
+            text += f"\n{self._warn_of_guesses()}"
         return text
+
+    def _warn_of_guesses(self) -> str:
+        """Say what is off where the server guesses, and by how much as far as its counters tell."""
+        drawn = self.generated_tokens - self.accepted_tokens
+        times = "more steps here than there"
+        if drawn > 0:
+            times = f"about {self.generated_tokens / drawn:.2f} times as many steps here as there"
+        return (
+            f"warning: the server guesses tokens ({self.accepted_tokens} of {self.draft_tokens} "
+            f"were right), and here nothing is guessed: answers take {times} "
+            "under the load that it has had, steps lack the rows of guesses, and admission counts "
+            "on all who decode to advance alike. Learn from a server without --spec-method and "
+            "--speculative-config."
+        )
 
     @classmethod
     def of(cls, content: dict[str, Any]) -> Calibration:
@@ -194,6 +204,7 @@ def learn(base: str, metrics: str, told: dict[str, Any]) -> Calibration:
         largest_batch=_gauge(metrics, "turnstile_cost_largest_batch"),
         draft_tokens=_gauge(metrics, "turnstile_draft_tokens_total"),
         accepted_tokens=_gauge(metrics, "turnstile_accepted_draft_tokens_total"),
+        generated_tokens=_gauge(metrics, "turnstile_generated_tokens_total"),
     )  # fmt: skip
 
 
