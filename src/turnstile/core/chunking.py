@@ -16,7 +16,7 @@ from turnstile.core.settings import SchedulerConfig
 
 TYPICAL_CONTEXT = 256
 STRANGERS_LINGER = 64
-"""Steps after which tenants that have met count as apart again."""
+"""Steps for which tenants that decoded beside each other's prompts count as still doing so."""
 OLDEST_SHARE = 4
 """One part in this many of a tenant's share belongs to its oldest prompt."""
 
@@ -85,7 +85,7 @@ def share_budget(
     if whole:
         _whole_prompts(behind, budget, shares)
     else:
-        # Whoever was admitted first is in every step, however thin the shares.
+        # The one admitted first gets a token in every step, however small the shares.
         shares[id(behind[0])] = 1
         tenants: dict[str, list[Sequence]] = {}
         for sequence in behind:

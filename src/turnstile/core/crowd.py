@@ -256,9 +256,9 @@ class Crowd:
     def ends(self, step: int, room: int, prefill_tokens: int) -> Ends:
         """When those who run will end, seen at ``step``.
 
-        Those whose prompt is not computed yet come to their outputs one after the other, shortest
-        first, as ``prefill_tokens`` in all are computed, ``room`` in a step. O(running · log
-        running), once a step at most.
+        Those whose prompt is not computed yet begin to draw one after the other, shortest prompt
+        first, while the ``prefill_tokens`` of all of them are computed at ``room`` a step.
+        O(running · log running), once a step at most.
         """
         if self._ends is None or self._ends[0] != step:
             steps: list[float] = []
@@ -311,7 +311,7 @@ class Crowd:
     ) -> Ahead:
         """Who starts before a newcomer, after ``before``; ``served`` are the virtual counters.
 
-        Whoever will come within ``seconds`` and be owed more goes before it too.
+        Work that other tenants will ask for within ``seconds``, and are owed, goes before it too.
         """
         samples, prompt, outputs = before.samples, before.prompt_tokens, before.outputs
         share, by_priority = self.policy.tenants_share, self.policy.by_priority

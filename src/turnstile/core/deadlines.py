@@ -9,7 +9,9 @@ from turnstile.core.request import Sequence, State
 
 
 class Deadlines:
-    """A heap of deadlines. Who ends before its time is forgotten in due course, not at once."""
+    """A heap of deadlines. A sequence that ends before its deadline stays in the heap until it
+    surfaces, or until the heap is swept.
+    """
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Sequence]] = []
@@ -25,7 +27,7 @@ class Deadlines:
             return
         heapq.heappush(self._heap, (deadline, sequence.arrival_order, sequence))
         if len(self._heap) > self._sweep_at:
-            # Most have ended long before their time: let go of them.
+            # Most of them have ended long before their deadlines: drop those.
             self._heap = [entry for entry in self._heap if entry[2].state is not State.FINISHED]
             heapq.heapify(self._heap)
             self._sweep_at = 2 * len(self._heap) + 256

@@ -61,8 +61,8 @@ class PrefixCache:
         return pages
 
     def awaited_key(self, sequence: Sequence, matched: int) -> bytes | None:
-        """The key to wait on before computing page ``matched`` oneself: the last of the unbroken
-        run of pages that somebody running is about to publish. None if there is none.
+        """The key to wait on, where running sequences are about to publish pages from ``matched``
+        on: that of the last page of the unbroken run. None where nobody is.
         """
         last = None
         for i in range(matched, self._most_pages(sequence)):
@@ -183,8 +183,8 @@ class PrefixCache:
     # -- inside -----------------------------------------------------------------------------------
 
     def _most_pages(self, sequence: Sequence) -> int:
-        """Pages that a sequence may take from here: none where it is to be computed anew, never
-        that of its newest token, which must go through the model to be answered.
+        """Most pages that a sequence may take from the cache: 0 where its prompt is to be computed
+        anew, and never that of its newest token, whose logits are needed for the next draw.
         """
         request = sequence.request
         if not self.enabled or not request.read_cache or request.score_prompt:
@@ -199,7 +199,7 @@ class PrefixCache:
     def _contents(self, sequence: Sequence, first: int, last: int) -> list[bytes]:
         """The tokens of the full pages from ``first`` to before ``last``, of each as bytes.
 
-        All in one go: to turn those of one page into bytes costs as much as to hash them.
+        Converted all at once: converting page by page costs as much as hashing them.
         """
         size = self.pool.page_size
         whole = array("q", sequence.tokens[first * size : last * size])

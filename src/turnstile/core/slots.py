@@ -24,8 +24,8 @@ class Slots:
         self.most_pages = 0
         """Pages that all who have a place, or were promised one, can come to hold."""
         self.changes = 0
-        """Counts whatever may make room for those who wait: who comes, who leaves, who forks, who
-        begins to decode. While it stands still, whoever did not fit does not fit.
+        """Counts the changes that may make room: a sequence comes, leaves, forks or begins to
+        decode. While this stands still, a sequence that did not fit still does not.
         """
 
     @property
@@ -48,7 +48,9 @@ class Slots:
         self.most_pages -= pages_at_most(sequence, self._page_size)
 
     def fork(self, leader: Sequence) -> int:
-        """The siblings come now: what was promised is free for them. Returns how many."""
+        """The siblings of a leader come to be: give up the places promised to them, which they are
+        about to take. Returns how many they are.
+        """
         self.changes += 1
         siblings = leader.fork_width - 1
         self.most_pages -= pages_at_most(leader, self._page_size)

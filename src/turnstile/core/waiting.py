@@ -15,8 +15,8 @@ from turnstile.core.request import Sequence, State
 class Waiting:
     """Every sequence without a slot.
 
-    Most stand in the queue. Who waits for a prefix that somebody is computing is *parked* beside
-    it, so that the queue never looks at it before the prefix is there.
+    Most stand in the queue. One that waits for a prefix which another sequence is computing is
+    *parked* beside the queue, and not looked at before the prefix is there.
 
     Parameters
     ----------

@@ -25,16 +25,16 @@ MOST_TOKENS = 1 << 20
 class SectionCache:
     """Encodes texts whose long sections it may have encoded before. Safe to share between threads.
 
-    It forgets the least recently used first. Whose sections they were is part of what they are
-    found by: a caller who gives tenants different salts lets none of them learn, by the time it
-    takes, what another has sent.
+    The least recently used sections are forgotten first. A section is found again only with the
+    salt it was encoded with. So a caller that gives each tenant a salt of its own keeps tenants
+    from learning, by the time an encoding takes, what another has sent.
 
     Parameters
     ----------
     most_tokens
-        To be kept in all.
+        Tokens kept in all.
     least_chars
-        Of a section that is worth it.
+        Characters of the shortest section that is kept.
     """
 
     def __init__(

@@ -199,12 +199,12 @@ class Tokenizer:
 
     @cached_property
     def section_pattern(self) -> re.Pattern[str] | None:
-        """Matches the added tokens, between which :meth:`encode` makes of each piece of text what
-        it would if the piece stood alone; None where it does not.
+        """Matches the added tokens, if :meth:`encode` encodes the text between two of them as if it
+        stood alone; None if it does not.
 
-        Tokens that take away space beside them, or that are found as whole words or after
-        normalization only, depend on what is around; and SentencePiece writes a space before the
-        first piece alone.
+        It does not where an added token takes away space beside it, or is found only as a whole
+        word or after normalization: then the text around matters. Nor with SentencePiece, which
+        writes a space before the first piece but not before the others.
         """
         added = [token for token in self._added.values() if token.content]
         around = any(t.lstrip or t.rstrip or t.single_word or t.normalized for t in added)
