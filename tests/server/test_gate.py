@@ -8,9 +8,15 @@ from typing import Any
 import httpx
 import pytest
 
+from server.fake_engine import fake_info
 from server.served import Serve, Served, events, until
+from turnstile.core.cost import Coefficients
+from turnstile.core.fairness import FirstComeQueue
+from turnstile.core.forecast import EngineView
+from turnstile.core.request import Sequence
 from turnstile.engine.protocol import FittedCost
-from turnstile.server.gate import Gate
+from turnstile.server.config import ServerConfig
+from turnstile.server.gate import Gate, Work, make_gate
 
 
 def gate_of(served: Served) -> Gate:
@@ -151,3 +157,29 @@ def test_the_calibration_is_exported(serve: Serve) -> None:
             assert float(found["turnstile_gate_waiting"]) == 0
 
     asyncio.run(scenario())
+
+
+class ByLength(FirstComeQueue):
+    """A policy from outside of Turnstile, as an operator would name it."""
+
+    name = "by-length"
+
+    def place(self, sequence: Sequence) -> tuple[float, float, int]:
+        return (sequence.total, sequence.request.arrival, sequence.arrival_order)
+
+
+@pytest.mark.parametrize(
+    ("policy", "behind_the_flood"),
+    [("fair", False), ("fcfs", True), ("priority", True), (f"{__name__}:ByLength", True)],
+)
+def test_the_gate_predicts_by_what_the_class_of_the_engines_policy_says_of_its_order(
+    policy: str, behind_the_flood: bool
+) -> None:
+    gate = make_gate(ServerConfig(), fake_info(max_num_seqs=1, scheduling_policy=policy))
+    gate.learn(EngineView(cost=Coefficients(0.01, 0.0, 0.0, 0.0), cost_samples=100))
+    flood, other = (Work(tenant=name, prompt_tokens=8, max_tokens=100) for name in "fo")
+    for _ in range(20):
+        gate.enter([flood], 0.0)
+    prediction = gate.predict(other)
+    assert prediction is not None
+    assert (prediction.wait > 5) is behind_the_flood
