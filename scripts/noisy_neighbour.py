@@ -196,7 +196,7 @@ class Room:
     """The engine in this process, and users who ask again when they are answered."""
 
     def __init__(self, model: LabModel, scenario: Scenario) -> None:
-        config = EngineConfig(scheduling_policy=scenario.policy)  # type: ignore[arg-type]
+        config = EngineConfig(scheduling_policy=scenario.policy)
         pages = MODEST_POOL // model.kv_bytes(config.page_size)
         runner = model.runner(
             num_pages=pages,

@@ -332,7 +332,7 @@ def test_b91_tenants_without_end_make_no_labels_without_end(serve: Serve) -> Non
                     headers={"x-api-key": key},
                 )
                 assert answer.status_code == 200
-            found = served.service.metrics.by_tenant(1)
+            found = served.service.metrics.by_tenant("output_tokens")
             assert len(found) == MAX_TENANTS + 1
             assert found["_other"] == 40
             assert sum(found.values()) == 2 * len(keys)
@@ -348,11 +348,11 @@ def test_b91_a_tenants_tokens_are_counted_while_they_come(serve: Serve) -> None:
             seen = [0.0]
             while seen[-1] < 20:
                 await asyncio.sleep(0.005)
-                seen.append(served.service.metrics.by_tenant(1).get("default", 0.0))
+                seen.append(served.service.metrics.by_tenant("output_tokens").get("default", 0.0))
                 assert seen[-1] <= served.service.metrics.generated_tokens
             client.reset()
             await until(lambda: not served.service.requests.alive())
-            assert served.service.metrics.by_tenant(1)["default"] >= seen[-1]
+            assert served.service.metrics.by_tenant("output_tokens")["default"] >= seen[-1]
             assert seen == sorted(seen)
 
     asyncio.run(test())
