@@ -27,6 +27,7 @@ from turnstile.text.grammar import (
     mask_words,
     unpack_mask,
 )
+from turnstile.text.heap import heap_bytes
 
 END = tiny_models.TURN_END
 
@@ -172,7 +173,51 @@ def test_a_compiled_grammar_is_not_changed_by_its_samples(tokenizer: Tokenizer) 
     first.advance(tokenizer.encode("a")[0])
     assert allowed(compiler.start(request.choice(["ab", "cd"])), tokenizer) == before
     compiler.start(request.choice(["xy"]))
-    assert len(compiler._compiled) == 1
+    assert compiler.kept == 1
+
+
+def test_grammars_are_kept_within_bytes_and_the_oldest_go_first(tokenizer: Tokenizer) -> None:
+    """Someone can have one compiled to 9 MB: a bound on their number alone would be 600 MB."""
+    others = 0
+
+    def heap() -> int:
+        return others + (0 if compiler.kept == 0 else 9_000_000 * compiler.kept)
+
+    compiler = GrammarCompiler(tokenizer, kept_bytes=100_000_000, heap=heap)
+    for number in range(40):
+        compiler.start(request.choice([f"a{number}"]))
+        assert heap() <= 100_000_000 + 9_000_000
+    assert compiler.kept == 12
+    compiler.start(request.choice(["a29"]))  # one of them: the least recently made of all
+    compiler.start(request.choice(["b"]))
+    assert request.choice(["a29"]) in compiler._compiled
+    assert request.choice(["a28"]) not in compiler._compiled
+    # What others have the heap grow by does not leave every request to be compiled anew.
+    others = 10**9
+    for number in range(20):
+        compiler.start(request.choice([f"c{number}"]))
+    assert compiler.kept == 8
+
+
+def test_where_the_heap_is_not_told_their_number_is_bounded(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(tokenizer, kept=10, kept_bytes=0, heap=lambda: None)
+    for number in range(12):
+        compiler.start(request.choice([f"a{number}"]))
+    assert compiler.kept == 10
+
+
+@pytest.mark.skipif(heap_bytes() is None, reason="this C library does not tell")
+def test_the_heap_is_counted_with_what_extensions_hold() -> None:
+    before = heap_bytes()
+    held = np.ones(32 << 20, np.uint8)
+    now = heap_bytes()
+    assert before is not None
+    assert now is not None
+    assert now - before > 30 << 20
+    del held
+    after = heap_bytes()
+    assert after is not None
+    assert after - before < 2 << 20
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from turnstile.text import grammar_checker
 from turnstile.text.errors import CANNOT_FOLLOW, GrammarError, UncheckedGrammarError
+from turnstile.text.heap import heap_bytes
 from turnstile.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,6 +44,8 @@ _TOO_COMPLEX = (
     "the schema or grammar is too complex: compiling it takes too much time, memory or depth"
 )
 _KEPT_VERDICTS = 256
+_ALWAYS_KEPT = 8
+"""Compiled grammars that stay however much the heap has grown, which others may have done."""
 _verdicts: OrderedDict[str, str | None] = OrderedDict()
 _verdicts_lock = threading.Lock()
 
@@ -119,31 +123,71 @@ def _ask_checker(grammar: str, unwanted: threading.Event) -> tuple[bytes, int]:
 class GrammarCompiler:
     """Makes grammar states for one vocabulary. Built on first use (a third of a second for
     150,000 tokens); compiled grammars are kept, since clients send the same ones again.
+
+    One takes some 100 kB, and 9 MB where somebody made it to. It grows while it is used, and cannot
+    say how large it is: what is bounded is what the process's heap has grown by since the first.
+
+    Parameters
+    ----------
+    tokenizer
+        Whose vocabulary it is.
+    kept
+        Most compiled grammars that are kept.
+    kept_bytes
+        Most bytes that the heap may have grown by when another is compiled; beyond, those least
+        recently asked for go, down to a few that are always kept.
+    heap
+        Bytes in use now; None where nobody knows, which leaves the bound on their number.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, kept: int = 64) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        kept: int = 64,
+        kept_bytes: int = 128 << 20,
+        heap: Callable[[], int | None] = heap_bytes,
+    ) -> None:
         self._tokenizer = tokenizer
         self._kept = kept
+        self._kept_bytes = kept_bytes
+        self._heap = heap
+        self._heap_before = 0
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._vocabulary: LLTokenizer | None = None
+
+    @property
+    def kept(self) -> int:
+        """Compiled grammars that are kept."""
+        return len(self._compiled)
 
     def start(self, grammar: str) -> GrammarState:
         """Begin a sample. Raises :class:`GrammarError` where the grammar does not compile."""
         matcher = self._compiled.get(grammar)
         if matcher is None:
             matcher = self._compile(grammar)
+            self._make_room()
             self._compiled[grammar] = matcher
-            if len(self._compiled) > self._kept:
-                self._compiled.popitem(last=False)
         else:
             self._compiled.move_to_end(grammar)
         return GrammarState(matcher.deep_copy(), self._words)
+
+    def _make_room(self) -> None:
+        """Let go of grammars for one that was compiled. What samples still use stays with them."""
+        while len(self._compiled) >= self._kept:
+            self._compiled.popitem(last=False)
+        while len(self._compiled) >= _ALWAYS_KEPT:
+            now = self._heap()
+            if now is None or now - self._heap_before <= self._kept_bytes:
+                return
+            self._compiled.popitem(last=False)
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher
 
         if self._vocabulary is None:
             self._vocabulary = _make_vocabulary(self._tokenizer)
+            self._heap_before = self._heap() or 0
         matcher = LLMatcher(
             self._vocabulary, grammar, log_level=0, limits=grammar_checker.parser_limits()
         )
