@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from core.driver import Driver
+from turnstile.core.events import Finished
 from turnstile.core.request import Request
 from turnstile.core.scheduler import Scheduler
 from turnstile.engine.build import make_scheduler
@@ -93,6 +94,39 @@ def test_a_preemption_of_ones_own_says_who_must_go() -> None:
 
     assert gone("my_policies:least_lost") == "short"
     assert gone("newest") == "newest"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "raise ValueError('nobody')",
+        "return 'nobody'",
+        "return queue",
+        "running.clear()",
+        "return None",
+    ],
+)
+@pytest.mark.usefixtures("my_policies")
+def test_a_preemption_that_is_wrong_ends_nobodys_answer(
+    body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.py").write_text(f"def choose(running, queue, pin_after):\n    {body}\n")
+    monkeypatch.delitem(sys.modules, "wrong", raising=False)
+    driver = Driver(
+        scheduler_of(
+            num_pages=8,
+            admission="my_policies:HalfOfWhatIsAsked",
+            preemption="wrong:choose",
+        )
+    )
+    for name in ("oldest", "middle", "newest"):
+        submit(driver, name, prompt=4, max_tokens=100)
+    for _ in range(500):
+        if driver.scheduler.has_work:
+            driver.step()
+    finished = [event.output_tokens for event in driver.events if isinstance(event, Finished)]
+    assert finished == [100] * 3
+    assert names_of(driver, "Preempted"), "pages ran out, or this shows nothing"
 
 
 @pytest.mark.parametrize(

@@ -344,6 +344,10 @@ class Scheduler:
                 return False
             self.attendance.look()
             victim = self.choose_victim(self.running, self.queue, self.config.pin_after)
+            if victim is None and sequence is self.running[0]:
+                # Whoever chooses may spare everybody. Then all would wait for ever for pages that
+                # they themselves hold; so the oldest, which waits for nobody, always gets them.
+                victim = choose_victim(self.running, self.queue, self.config.pin_after)
             if victim is None:
                 return False
             self.books.preempt(victim, now)

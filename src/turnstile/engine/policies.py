@@ -10,14 +10,18 @@ write one.
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from typing import Any, TypeVar
 
 from turnstile.core.admission import ADMISSION_POLICIES, AdmissionPolicy
 from turnstile.core.fairness import QUEUE_POLICIES, QueuePolicy
-from turnstile.core.preemption import PREEMPTION_POLICIES, VictimPolicy
+from turnstile.core.preemption import PREEMPTION_POLICIES, VictimPolicy, choose_victim
+from turnstile.core.request import Sequence
 
 P = TypeVar("P")
+logger = logging.getLogger("turnstile.engine")
 
 
 class PolicyError(ValueError):
@@ -42,7 +46,30 @@ def preemption_policy(name: str) -> VictimPolicy:
     if not callable(found):
         raise PolicyError(f"--preemption: {name} is not a function that chooses a victim.")
     victim: VictimPolicy = found
-    return victim
+    return victim if name in PREEMPTION_POLICIES else _guarded(victim, name)
+
+
+def _guarded(choose: VictimPolicy, name: str) -> VictimPolicy:
+    """A choice that may be wrong: where it fails, or names who does not run, ours decides.
+
+    Pages run out in the middle of many people's answers. A new engine would lose all of their
+    work, and meet the same fault as soon as its pages run out.
+    """
+
+    def choose_or_let_us(
+        running: Seq[Sequence], queue: QueuePolicy, pin_after: int
+    ) -> Sequence | None:
+        try:
+            victim = choose(tuple(running), queue, pin_after)
+            if victim is None or any(victim is sequence for sequence in running):
+                return victim
+            logger.error("--preemption: %s named %r, which does not run", name, victim)
+        except Exception:
+            # It is anybody's code, so anything may go wrong in it.
+            logger.exception("--preemption: %s failed", name)
+        return choose_victim(running, queue, pin_after)
+
+    return choose_or_let_us
 
 
 def _find(flag: str, name: str, listed: Mapping[str, Any]) -> Any:
