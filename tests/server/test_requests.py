@@ -92,7 +92,9 @@ def test_a_start_is_predicted_once_the_queue_has_moved(serve: Serve) -> None:
             body = {"max_tokens": 20, "ignore_eos": True}
             tasks = [asyncio.create_task(served.complete(**body)) for _ in range(12)]
             engine = served.engine
+            log, clock = served.service.requests, served.service.clock
             await until(lambda: len(engine.streams) == 12 and engine.snapshot.waiting < 9)
+            await until(lambda: log.seconds_per_start(clock()) is not None)
             waiting = await listed(served, "?state=waiting")
             predicted = [told["waits"]["predicted_start_seconds"] for told in waiting]
             assert len(predicted) > 2

@@ -9,7 +9,7 @@ from turnstile.engine.policies import queue_policy
 from turnstile.server.http.exchange import Exchange
 from turnstile.server.service import Service
 from turnstile.server.watch.trails import Part, RequestTrail, SampleKey, SampleTrail
-from turnstile.server.watch.waiting_line import Standing, reason_of, standings
+from turnstile.server.watch.waiting_line import Standing, in_order, reason_of, standings
 
 _STATE_OF = {Part.QUEUE: "queued", Part.RECOVERY: "recovering"}
 
@@ -24,6 +24,7 @@ class View:
             self.log.engine_lost()
         self._now = service.clock()
         self._order: dict[SampleKey, Standing] | None = None
+        self._starts: dict[SampleKey, float | None] | None = None
 
     def may_see(self, exchange: Exchange, trail: RequestTrail) -> bool:
         """Whether the caller may know of a request: its own, or any for an admin."""
@@ -130,7 +131,7 @@ class View:
             "since_seconds": _seconds(self._now - sample.since),
             "position": standing.position if standing else None,
             "of": standing.of if standing else None,
-            "predicted_start_seconds": self._predicted_start(trail, sample, standing),
+            "predicted_start_seconds": self._predicted_starts().get(key),
         }
 
     def _standings(self) -> dict[SampleKey, Standing]:
@@ -147,18 +148,27 @@ class View:
             self._order = standings(queue_policy(policy)(), waiting, tenants)
         return self._order
 
-    def _predicted_start(
-        self, trail: RequestTrail, sample: SampleTrail, standing: Standing | None
-    ) -> float | None:
-        """Seconds until it starts: what is left of the gate's prediction, or, where there is none
-        or it did not come true, its place times the pace of the queue. None where nobody knows.
+    def _predicted_starts(self) -> dict[SampleKey, float | None]:
+        """Seconds until each of those waiting starts; None where nobody knows."""
+        if self._starts is None:
+            order = self._standings()  # a dict in the order of the line
+            starts = in_order([self._own_start(key, place) for key, place in order.items()])
+            self._starts = dict(zip(order, starts, strict=True))
+        return self._starts
+
+    def _own_start(self, key: SampleKey, standing: Standing) -> float | None:
+        """What is left of the gate's prediction, or, where there is none or it did not come true,
+        the place times the pace of the queue.
         """
-        if trail.estimate is not None and not sample.slotted:
+        trail = self.log.by_engine_id(key[0])
+        if trail is None:
+            return None
+        if trail.estimate is not None and not trail.samples[key].slotted:
             left = trail.accepted + trail.estimate.wait - self._now
             if left > 0:
                 return _seconds(left)
         pace = self.log.seconds_per_start(self._now)
-        return _seconds(pace * standing.position) if pace is not None and standing else None
+        return None if pace is None else _seconds(pace * standing.position)
 
     def _sentence(self, trail: RequestTrail, reason: WaitReason, standing: Standing | None) -> str:
         snapshot, info = self._service.metrics.snapshot, self._service.engine.info

@@ -8,6 +8,7 @@ runs, when somebody asks (``docs/decisions/places-in-the-queue.md``).
 from __future__ import annotations
 
 from collections.abc import Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from turnstile.core.events import WaitReason
@@ -49,6 +50,17 @@ def reason_of(sample: SampleTrail, standing: Standing | None) -> WaitReason:
         WaitReason.PAGES: WaitReason.BEHIND_HEAD,
         WaitReason.BEHIND_HEAD: WaitReason.BEHIND_HEAD,
     }.get(standing.head, sample.reason)
+
+
+def in_order(starts: Seq[float | None]) -> list[float | None]:
+    """Predicted starts, given to those who wait in the order in which they wait.
+
+    Each was predicted when its request came, and whose turn it is has changed since: a tenant that
+    was served meanwhile stands behind one that was not. The slots still come free when they were
+    predicted to, and the first in the line gets the first of them. Who has none keeps none.
+    """
+    known = iter(sorted(start for start in starts if start is not None))
+    return [None if start is None else next(known) for start in starts]
 
 
 def expected_order(
