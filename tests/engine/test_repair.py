@@ -25,7 +25,11 @@ from turnstile.engine.protocol import Cancel, Snapshot, StepResult
 class Machine:
     """A step loop over an executor without a model; the journal checks every row."""
 
-    def __init__(self, executor: FakeExecutor | FaultyExecutor | None = None) -> None:
+    def __init__(
+        self,
+        executor: FakeExecutor | FaultyExecutor | None = None,
+        queue: FairQueue | None = None,
+    ) -> None:
         self.journal = Journal()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.errors: dict[str, str] = {}
@@ -36,7 +40,7 @@ class Machine:
             SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=32),
             PagePool(200, 4),
             ExpectedAdmission(),
-            FairQueue(),
+            FairQueue() if queue is None else queue,
         )
         executor = executor or FakeExecutor(1000)
         self.loop = StepLoop(self.scheduler, executor, 1, self.take, lambda: self.now)
@@ -152,21 +156,22 @@ def test_of_a_step_whose_pages_are_in_doubt_the_rest_is_computed_at_once() -> No
 
 def test_a_commit_that_breaks_off_costs_nobody_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
-    finished, ends = machine.scheduler.admission.finished, []
+    learn, ends = machine.scheduler.admission.learn, []
 
-    def failing(sequence: Sequence) -> None:
-        ends.append(sequence)
+    def failing(tenant: str, outputs: int) -> None:
+        ends.append(tenant)
         if len(ends) == 2:
             raise RuntimeError("this end fails, as a test told it to")
-        finished(sequence)
+        learn(tenant, outputs)
 
-    monkeypatch.setattr(machine.scheduler.admission, "finished", failing)
+    monkeypatch.setattr(machine.scheduler.admission, "learn", failing)
     machine.submit(*crowd())
     machine.run()
     machine.check(crowd())
     assert not machine.errors
     assert machine.snapshot.repairs == 1
-    assert ends.count(ends[1]) == 2, "it ends again when it has been computed again"
+    samples = sum(request.n for request in crowd())
+    assert len(ends) == samples + 1, "one ends again when it has been computed again"
 
 
 def test_a_page_that_leaked_is_found_when_nobody_is_alive_any_more() -> None:
@@ -201,3 +206,26 @@ def test_books_that_break_at_every_step_are_given_up(monkeypatch: pytest.MonkeyP
         fail(number)
     with pytest.raises(AuditError):
         fail(MOST_REPAIRS)
+
+
+class Choosy(FairQueue):
+    """Has no place for one kind of request."""
+
+    def place(self, sequence: Sequence) -> tuple[float, float, int]:
+        if sequence.request.tenant == "unloved":
+            raise LookupError("no place for it")
+        return super().place(sequence)
+
+
+def test_whom_a_queue_has_no_place_for_fails_alone() -> None:
+    machine = Machine(queue=Choosy())
+    requests = crowd()
+    machine.submit(*requests[:4])
+    for _ in range(3):
+        machine.now += 1.0
+        machine.loop.step()
+    machine.submit(generation("bad", [9] * 5, 4, tenant="unloved"))
+    machine.submit(*requests[4:])
+    machine.run()
+    machine.check(requests)
+    assert list(machine.errors) == ["bad"]

@@ -77,8 +77,14 @@ class Books:
         sequence.fork_width = fork_width
         sequence.waiting_since = now
         self.deadlines.watch(sequence)
-        self.queue.arrive(sequence, served)
-        self.waiting.enter(sequence, WaitReason.QUEUED)
+        try:
+            self.queue.arrive(sequence, served)
+            self.waiting.enter(sequence, WaitReason.QUEUED)
+        except Exception:
+            # The queue may be anybody's code. Were the sequence left alive, a repair would put it
+            # into the queue once more, and fail of the same.
+            self.alive.remove(sequence)
+            raise
         self.events.append(
             events.Queued(now, request.id, sequence.index, request.tenant, sequence.total)
         )
