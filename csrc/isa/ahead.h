@@ -1,4 +1,5 @@
-// Fetches the blocks to come while others are computed, at an even pace.
+// Fetches the blocks to come while others are computed, at an even pace, and kPlaces of them at a time: the
+// processor reads ahead by itself within each page of memory, so four places are four streams it runs ahead of.
 //
 // A core waits for at most some 16 cache lines at a time, and that is what bounds reading: it pays only
 // while all of them are on their way. So every stretch of work of a task asks for a share of the lines
@@ -42,32 +43,43 @@ class Ahead {
   // Fetches the share of `work` units.
   void during(int work) {
     due_ += work * rate_;
-    int bytes = due_ / kOne * kCacheLine;
-    due_ %= kOne;
-    while (bytes > 0) {
-      if (left_ == 0 && !turn()) return;
-      const int now = bytes < left_ ? bytes : left_;
-      fetch(at_, now);
-      at_ += now;
-      left_ -= now;
-      bytes -= now;
+    while (due_ >= kOne) {
+      if (left_ == 0 && !turn()) {
+        due_ = 0;
+        return;
+      }
+      const int wanted = (due_ / kOne + places_ - 1) / places_, lines = wanted < left_ ? wanted : left_;
+      fetch_lines(lines);
+      due_ -= lines * places_ * kOne;  // below zero: some lines too early
     }
   }
 
   // Whatever the shares have left over.
   void finish() {
-    do fetch(at_, left_);
+    do fetch_lines(left_);
     while (turn());
   }
 
  private:
-  static constexpr int kCacheLine = 64, kOne = 1 << 12;
+  static constexpr int kPlaces = 4, kCacheLine = 64, kOne = 1 << 12;
 
+  // The next blocks, as many as there are places.
   bool turn() {
     if (next_ >= end_) return false;
-    at_ = *next_++;
-    left_ = bytes_;
+    for (places_ = 0; places_ < kPlaces && next_ < end_; ++places_) at_[places_] = *next_++;
+    left_ = bytes_ / kCacheLine;
     return true;
+  }
+
+  // Lines of every block at hand.
+  void fetch_lines(int lines) {
+    left_ -= lines;
+    for (; lines > 0; --lines) {
+      for (int place = 0; place < places_; ++place) {
+        fetch(at_[place], kCacheLine);
+        at_[place] += kCacheLine;
+      }
+    }
   }
 
   // Into the second-level cache.
@@ -78,8 +90,9 @@ class Ahead {
   const uint8_t* const* next_;  // block to be fetched after the one at hand
   const uint8_t* const* const end_;
   const int bytes_;             // of a block
-  const uint8_t* at_ = nullptr;
-  int left_ = 0;                // bytes of the block at hand
+  const uint8_t* at_[kPlaces];  // in the blocks at hand
+  int places_ = 0;              // how many they are
+  int left_ = 0;                // lines of each of them
   int rate_;                    // cache lines a unit, times kOne
   int due_ = 0;
 };
