@@ -218,10 +218,12 @@ class Rounds:
         timed = [(case.flags, runs[case.name]) for case in planned if case.name in runs]
         for flags, run in [*timed, (first.flags, again)]:
             turns = steps[flags].between(run.began, run.ended).turns
-            run.figures.update(turns_s=turns.round(6).tolist(), busy_s=float(turns.sum()))
-        both = [runs[first.name].figures, again.figures]
+            middle = (run.began + run.ended) / 2 - runs[first.name].began
+            run.figures.update(
+                turns_s=turns.round(6).tolist(), busy_s=float(turns.sum()), middle_s=middle
+            )
         return Round(
-            at_pace(replace(known, front=front), first, both),
+            at_pace(replace(known, front=front), first, runs[first.name].figures),
             rate,
             {name: run.figures for name, run in runs.items()},
             {name: run.before for name, run in runs.items()},

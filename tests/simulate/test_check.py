@@ -25,6 +25,7 @@ from turnstile.simulate.check import (
 from turnstile.simulate.figures import Figures
 from turnstile.simulate.setup import Front
 from turnstile.simulate.timing import LinearTiming, StepWork
+from turnstile.simulate.verdict import mean_step
 
 SIZE = 30
 KNOWN = Calibration(
@@ -45,10 +46,11 @@ def measured() -> Measured:
         before = {"W1": [], "tiny pool": [], "flood": [], "Poisson": ["W1"]}
         runs = {
             name: simulate_run(planned[name], known, [planned[b] for b in earlier])
-            | {"turns_s": [0.01] * 5000}
-            for name, earlier in before.items()
+            | {"turns_s": [0.01] * 5000, "middle_s": 10.0 * number}
+            for number, (name, earlier) in enumerate(before.items())
         }
-        rounds.append(Round(known, rate, runs, before, runs["W1"]))
+        again = runs["W1"] | {"middle_s": 40.0}
+        rounds.append(Round(known, rate, runs, before, again))
     return Measured("2026-11-30 12:00", 2, SIZE, rounds)
 
 
@@ -68,9 +70,7 @@ def test_each_round_is_simulated_at_the_pace_of_its_own_w1() -> None:
 def test_the_level_of_what_steps_cost_is_that_of_w1_whatever_pace_the_stairs_had() -> None:
     first, *_ = cases(SIZE, 20.0)
     real = simulate_run(first, KNOWN, [])
-    slower = real | {"busy_s": 1.2 * real["busy_s"]}
-    assert at_pace(KNOWN, first, [real, slower]).coefficients.alpha == pytest.approx(1.1 * 3e-3)
-    found = at_pace(KNOWN.scaled(1.3), first, [real])
+    found = at_pace(KNOWN.scaled(1.3), first, real)
     assert found.coefficients.alpha == pytest.approx(KNOWN.coefficients.alpha)
     assert found.coefficients.gamma == pytest.approx(KNOWN.coefficients.gamma)
 
@@ -84,6 +84,20 @@ def test_what_small_steps_cost_beside_large_ones_is_learned_from_all_rounds() ->
     true, wrong = (LinearTiming(k.coefficients).seconds(step, 0) for k in (KNOWN, off))
     assert ours.seconds(step, 0) == pytest.approx((true + wrong) / 2.0)
     assert theirs.seconds(step, 0) == pytest.approx(true + wrong)
+
+
+def test_between_the_two_w1_of_a_round_the_pace_moves_evenly() -> None:
+    each, _ = measured().rounds
+    later = each.again | {"busy_s": 1.2 * each.again["busy_s"]}
+    moving = replace(each, again=later)
+    assert [moving.pace(name) for name in moving.runs] == pytest.approx([1.0, 1.05, 1.1, 1.15])
+    moved, steady = (
+        {o.case.name: o.simulated[0] for o in simulate_all(replace(measured(), rounds=[r]), print)}
+        for r in (moving, each)
+    )
+    assert mean_step(moved["W1"]) == mean_step(steady["W1"])
+    slower = mean_step(moved["tiny pool"]) / mean_step(steady["tiny pool"])
+    assert slower == pytest.approx(1.05, rel=0.01)
 
 
 def test_what_was_measured_survives_its_file(tmp_path: Path) -> None:

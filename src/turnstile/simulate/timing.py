@@ -102,6 +102,11 @@ class MeanTiming:
         cost = work.cost
         return sum(model.predict(cost) for model in self.models) / len(self.models)
 
+    def scaled(self, pace: float) -> MeanTiming:
+        """The same machine, all of whose steps take ``pace`` times as long."""
+        models = tuple(model.scaled(pace) for model in self.models)
+        return MeanTiming(models, self.coefficients.scaled(pace))
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedTiming:
