@@ -66,8 +66,9 @@ class Round:
         """How many times as long as in the first W1 steps take when this case runs, if the pace
         moves evenly from that to the second.
         """
-        first, last = self.runs[FIRST]["middle_s"], self.again["middle_s"]
-        passed = (self.runs[name]["middle_s"] - first) / (last - first)
+        first: float = self.runs[FIRST]["middle_s"]
+        last: float = self.again["middle_s"]
+        passed: float = (self.runs[name]["middle_s"] - first) / (last - first)
         return 1.0 + passed * (self.moved - 1.0)
 
 
